@@ -1,0 +1,54 @@
+"""Every failure that a user can meet, and the exit status it ends in.
+
+    Mtx2vllmError          1   our failure, a full disk, a failed job
+    ├── UsageError         2   options that contradict each other
+    ├── InputError         3   bad or unsupported input; carries every problem found, not the first only
+    │   ├── NotCommitted       a version without a manifest, or a checkpoint step without its commit marker
+    │   ├── LostRace           another writer published first, or holds the lease
+    │   └── StorageError       a permanent refusal of the store (403, 404, a bucket that does not exist)
+    └── DifferenceError    4   verification, validation or --strict found a difference
+
+Each message is one clear sentence that names the thing, the likely cause and the remedy.
+"""
+
+from collections.abc import Iterable, Sequence
+
+
+class Mtx2vllmError(Exception):
+    """A failure with a sentence for the user. `exit_status` is what the command line ends in."""
+
+    exit_status = 1
+
+
+class UsageError(Mtx2vllmError):
+    """Options that cannot be meant together."""
+
+    exit_status = 2
+
+
+class InputError(Mtx2vllmError):
+    """The input is bad or unsupported. `problems` holds all that was found."""
+
+    exit_status = 3
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems: Sequence[str] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class NotCommitted(InputError):
+    """There is something, but nobody has declared it complete."""
+
+
+class LostRace(InputError):
+    """Another writer was first; nothing of ours is visible."""
+
+
+class StorageError(InputError):
+    """The store refused for good; trying again will not help."""
+
+
+class DifferenceError(Mtx2vllmError):
+    """What was written is not what it should be."""
+
+    exit_status = 4
