@@ -1,0 +1,110 @@
+"""A local file written in ranges, with its dirty pages bounded.
+
+Writing into the page cache without limit makes the kernel stop the writer at a moment of its own choice and touches
+fresh memory for every byte. Two windows are kept instead: while one is filled, the one before goes to the disk and its
+pages are given back.
+"""
+
+import os
+import threading
+from pathlib import Path
+
+from mtx2vllm.converter import posix
+from mtx2vllm.converter.errors import LostRace, Mtx2vllmError
+from mtx2vllm.converter.storage import Stat
+
+WINDOW = 32 << 20  # bytes per window; 2 x 32 MiB keeps a disk busy, and more only costs fresh pages
+_MANY = 64  # extents a window; beyond that one call over the whole span is cheaper
+
+Extent = tuple[int, int]  # start, end
+
+
+class FileRangeWriter:
+    """See `RangeWriter`. Threads may write at the same time: only the bookkeeping is locked."""
+
+    def __init__(self, path: str, size: int) -> None:
+        """Unlink what was at `path` and begin a file of `size` bytes. Raises OSError, a full disk included."""
+        self._path, self._size = Path(path), size
+        self._path.unlink(missing_ok=True)  # a mapped file keeps its bytes; truncating would take them away
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._lock = threading.Lock()
+        self._written = 0
+        self._dirty: list[Extent] = []
+        self._dirty_bytes = 0
+        self._leaving: list[Extent] = []
+        try:
+            posix.allocate(self._fd, size)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """See `RangeWriter.write`.
+
+        Raises:
+            ValueError: the range lies outside the file.
+            Mtx2vllmError: the disk is full.
+        """
+        view = data.cast("B")
+        if offset < 0 or offset + len(view) > self._size:
+            raise ValueError(f"{self._path}: range {offset}+{len(view)} lies outside {self._size} bytes")
+        with posix.sentences(str(self._path), len(view)):
+            done = 0
+            while done < len(view):
+                done += os.pwrite(self._fd, view[done:], offset + done)
+        self._account(offset, len(view))
+
+    def _account(self, offset: int, length: int) -> None:
+        with self._lock:
+            self._written += length
+            self._dirty_bytes += length
+            if self._dirty and self._dirty[-1][1] == offset:
+                self._dirty[-1] = (self._dirty[-1][0], offset + length)
+            else:
+                self._dirty.append((offset, offset + length))
+            if self._dirty_bytes < WINDOW:
+                return
+            full, self._dirty, self._dirty_bytes = merged(self._dirty), [], 0
+            before, self._leaving = self._leaving, full
+        for start, end in full:
+            posix.start_write_back(self._fd, start, end - start)
+        for start, end in before:
+            posix.finish_write_back(self._fd, start, end - start)
+
+    def commit(self) -> Stat:
+        """See `RangeWriter.commit`."""
+        if self._written != self._size:
+            written, size = self._written, self._size
+            self.abort()
+            raise Mtx2vllmError(f"{self._path}: {written:,} of {size:,} bytes were written; this is a fault of ours.")
+        with posix.sentences(str(self._path), self._size):
+            os.fsync(self._fd)
+            posix.drop_pages(self._fd, 0, 0)
+            ours = os.fstat(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+            posix.sync_directory(self._path.parent)
+            if not self._path.exists() or not os.path.samestat(self._path.stat(), ours):
+                raise LostRace(f"{self._path} was replaced by another writer while it was written.")
+            return posix.stat_of(ours)
+
+    def abort(self) -> None:
+        """See `RangeWriter.abort`."""
+        if self._fd < 0:
+            return
+        ours = os.fstat(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        if self._path.exists() and os.path.samestat(self._path.stat(), ours):
+            self._path.unlink(missing_ok=True)
+
+
+def merged(extents: list[Extent]) -> list[Extent]:
+    """Adjacent extents joined; one span over all where there are too many of them."""
+    joined: list[Extent] = []
+    for start, end in sorted(extents):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined if len(joined) <= _MANY else [(joined[0][0], joined[-1][1])]
