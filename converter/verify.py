@@ -177,7 +177,7 @@ def _buffer(nbytes: int) -> bytearray:
 def tensor_problems(
     store: Store, location: str, tensors: Mapping[str, TensorEntry], progress: Progress | None = None
 ) -> Iterator[str]:
-    """One sentence for each tensor whose bytes are not the manifest's. Reads each byte once, several tensors at a time."""
+    """One sentence for each tensor whose bytes are not the manifest's. Each byte is read once, by several threads."""
 
     def check(item: tuple[str, TensorEntry]) -> str | None:
         name, entry = item

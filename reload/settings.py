@@ -1,0 +1,163 @@
+"""The sampler's environment, `MTX2VLLM_*`, read once and checked as a whole.
+
+| variable | meaning | default |
+|---|---|---|
+| WATCH | the root to follow; unset: the plugin does nothing | |
+| POLICY | `latest` or `step:N` | latest |
+| POLL_SECONDS | how often a root is listed | 1, gs:// 5 |
+| CACHE_DIR, CACHE_SIZE | where versions that cannot be mapped are kept, and how much | memory, 32GiB |
+| REPLICA | the name of the lease | the host's name |
+| METRICS_PORT, METRICS_HOST | where metrics and health are served; port + rank if data-parallel | off, 127.0.0.1 |
+| REQUESTS | what a swap does to running requests: preempt, keep, drain | preempt |
+| UNREADY | what requests meet before a first version is in: wait, fail | wait |
+| SWAP | auto, double, inplace | auto |
+| SCREEN | also refuse versions with NaN or infinity: off, nan | off |
+"""
+
+import difflib
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from mtx2vllm.converter.errors import InputError
+from mtx2vllm.converter.storage import GS, normal, store_for
+from mtx2vllm.reload.engine import Requests, SwapMode
+
+PREFIX = "MTX2VLLM_"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Which version a replica wants: the newest (`step` None), or that one."""
+
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return "latest" if self.step is None else f"step:{self.step}"
+
+
+def parse_policy(text: object) -> Policy:
+    """`latest` or `step:N`.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(text, Policy):
+        return text
+    found = re.fullmatch(r"latest|step:(0|[1-9][0-9]{0,17})", str(text).strip())
+    if found is None:
+        raise ValueError("is neither `latest` nor `step:N`")
+    return Policy(int(found[1]) if found[1] else None)
+
+
+def parse_size(text: object) -> int:
+    """Bytes of `32GiB`, `500MB`, `1073741824`.
+
+    Raises:
+        ValueError: not a size.
+    """
+    found = _SIZE.match(str(text).strip())
+    if found is None or found[2].lower() == "i":
+        raise ValueError("is not a size such as 32GiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _replica(text: object) -> str:
+    name = str(text)
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", name):
+        raise ValueError("may hold letters, digits, '.', '_' and '-' only (it becomes a file's name)")
+    return name
+
+
+def _root(text: object) -> str:
+    try:
+        store = store_for(str(text))
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    path = store.local(str(text))
+    return normal(str(text)) if path is None else str(Path(path).absolute())  # the process may change its directory
+
+
+def host_name() -> str:
+    """This host's name, fit for a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip(".-") or "replica"
+
+
+class Settings(BaseModel):
+    """What an agent is told. `poll_seconds` None means the root's default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    watch: Annotated[str, BeforeValidator(_root)]
+    policy: Annotated[Policy, BeforeValidator(parse_policy)] = Policy()
+    poll_seconds: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
+    cache_dir: str | None = None
+    cache_size: Annotated[int, BeforeValidator(parse_size), Field(gt=0)] = 32 << 30
+    replica: Annotated[str, BeforeValidator(_replica)] = Field(default_factory=host_name)
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    metrics_host: str = "127.0.0.1"
+    requests: Requests = "preempt"
+    unready: Literal["wait", "fail"] = "wait"
+    swap: SwapMode = "auto"
+    screen: Literal["off", "nan"] = "off"
+
+    @property
+    def poll(self) -> float:
+        """Seconds between two listings."""
+        return self.poll_seconds or (5.0 if self.watch.startswith(GS) else 1.0)
+
+
+def settings_for(root: str, **values: Any) -> Settings:
+    """Settings given in Python, checked as the environment's are.
+
+    Raises:
+        InputError: with every problem.
+    """
+    given = {key: value for key, value in values.items() if value is not None}
+    try:
+        return Settings(watch=root, **given)
+    except ValidationError as error:
+        raise InputError([_sentence(e, "") for e in error.errors(include_url=False)]) from None
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Settings | None:
+    """The settings that `MTX2VLLM_*` say, None where MTX2VLLM_WATCH is unset or empty.
+
+    Raises:
+        InputError: with every problem; a misspelt name is one.
+    """
+    environ = os.environ if environ is None else environ
+    if not environ.get(PREFIX + "WATCH"):
+        return None
+    given = {key: value for key, value in environ.items() if key.startswith(PREFIX) and value != ""}
+    values = {key.removeprefix(PREFIX).lower(): value for key, value in given.items()}
+    known = set(Settings.model_fields)
+    problems = [_unknown(key, known) for key in given if key.removeprefix(PREFIX).lower() not in known]
+    try:
+        settings = Settings.model_validate({key: value for key, value in values.items() if key in known})
+    except ValidationError as error:
+        problems += [_sentence(e, PREFIX) for e in error.errors(include_url=False)]
+    if problems:
+        raise InputError(problems)
+    return settings
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(key.removeprefix(PREFIX).lower(), known, 1)
+    hint = f"did you mean {PREFIX}{close[0].upper()}?" if close else f"known are {', '.join(sorted(known)).upper()}."
+    return f"{key} is not a variable of mtx2vllm; {hint}"
+
+
+def _sentence(error: Any, prefix: str) -> str:
+    name = str(error["loc"][0])
+    text = error["msg"].removeprefix("Value error, ").rstrip(".")
+    text = text if text.startswith(("is ", "may ")) else f"is wrong: {text}"
+    return f"{(prefix + name.upper()) if prefix else name} = {error['input']!r} {text}."
