@@ -110,8 +110,9 @@ class LeaseKeeper:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._due.clear()
-            if Path(self.root).is_dir() or store_for(self.root).local(self.root) is None:
-                self.write()  # a local root that does not exist yet is not ours to make
+            local = store_for(self.root).local(self.root)
+            if local is None or Path(local).is_dir():  # a directory that does not exist yet is not ours to make
+                self.write()
             if self._stopping.wait(_SPACING_S):
                 break
             self._due.wait(max(self.heartbeat_s - _SPACING_S, 0.0))

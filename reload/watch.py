@@ -27,7 +27,8 @@ from mtx2vllm.schemas import manifest
 
 log = logging.getLogger(__name__)
 
-_SILENT = set("nfs nfs4 cifs smb3 smbfs 9p virtiofs lustre ceph gpfs beegfs afs glusterfs".split())
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "glusterfs", "lustre", "ceph", "gpfs", "beegfs", "afs"}
+_SILENT = _NETWORK | {"9p", "virtiofs"}
 _ATTENDED = 4  # directories being written at once that are watched from inside; the slow poll sees the others
 _BACKOFF_S = 60.0
 _SLOW = 10  # polls of the emitter for each look of the loop behind it
