@@ -127,6 +127,10 @@ def digest(data: bytes | memoryview) -> str:
 def is_inside(name: str) -> bool:
     """Whether a relative file name stays inside its version directory."""
     parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith(("/", "~")) and "\\" not in name and "\0" not in name and not (
-        {"..", "."} & set(name.split("/")) or ":" in parts[0] or "" in name.split("/")
+    return (
+        bool(parts)
+        and not name.startswith(("/", "~"))
+        and "\\" not in name
+        and "\0" not in name
+        and not ({"..", "."} & set(name.split("/")) or ":" in parts[0] or "" in name.split("/"))
     )
