@@ -28,12 +28,13 @@ Progress = Callable[[int], None]  # told the bytes read since the last call
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """A tensor whose elements differ: how many `elements` `of` all, and the largest absolute difference."""
+    """A tensor whose elements differ: how many `elements` `of` all, and the largest absolute difference (None where
+    one is not finite)."""
 
     name: str
     elements: int
     of: int
-    max_abs: float
+    max_abs: float | None
 
 
 @dataclass(frozen=True, slots=True)
