@@ -197,6 +197,13 @@ def normalize(key: tuple[str, ...]) -> str:
     return ".".join(folded)
 
 
+def open_leaf(checkpoint: Checkpoint, leaf: Leaf) -> Any:
+    """The leaf's array as a tensorstore.TensorStore, for reading."""
+    import tensorstore as ts
+
+    return ts.open(checkpoint.spec(leaf), open=True, read=True).result()
+
+
 def _spec(items: str, key: str, zarr: str, ocdbt: bool) -> dict[str, Any]:
     store = store_for(items)
     if ocdbt:
@@ -224,7 +231,8 @@ def _open(items: str, wanted: dict[str, str], zarr: str, ocdbt: bool) -> dict[st
             problems.append(read_problem(path, items, error))
             continue
         chunks = array.chunk_layout.read_chunk.shape or array.shape
-        leaves[path] = Leaf(path, wanted[path], tuple(array.shape), array.dtype.numpy_dtype.name, tuple(chunks))
+        shape = tuple(int(n) for n in array.shape)
+        leaves[path] = Leaf(path, wanted[path], shape, array.dtype.numpy_dtype.name, tuple(int(n or 1) for n in chunks))
     if problems:
         raise InputError(dict.fromkeys(problems))
     return leaves

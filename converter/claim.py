@@ -1,0 +1,160 @@
+"""Who writes into a version directory, and what a killed writer left there.
+
+`OUT/.mtx2vllm.claim.json` is created before anything else (of two writers exactly one succeeds), names every file that
+the run will write, is renewed while it runs, and goes after the manifest is there. A directory with a claim and no
+manifest is a run in progress or a killed one: the claim's age, or its process on this host, tells which.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mtx2vllm.converter.errors import InputError, LostRace, StorageError
+from mtx2vllm.converter.storage import LEFTOVER, Store, join, store_for
+from mtx2vllm.schemas import manifest
+
+NAME = ".mtx2vllm.claim.json"
+HEARTBEAT_S = 30.0
+TTL_S = 120.0
+
+
+class Record(BaseModel):
+    """A claim as it lies in the directory. `started` is the process's start time in clock ticks since boot (0: not
+    known): a process number alone comes back."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    host: str
+    pid: int
+    started: int = 0
+    heartbeat: float
+    ttl_s: float = TTL_S
+    files: tuple[str, ...] = ()
+
+
+class Claim:
+    """A version directory that is ours to write. Use as a context manager; `release` on success."""
+
+    def __init__(self, out: str, now: Callable[[], float] = time.time) -> None:
+        self.out, self.store, self._now = out, store_for(out), now
+        self._path = join(out, NAME)
+        self._files: tuple[str, ...] = ()
+        self._generation = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Claim":
+        self._generation = _take(self.store, self.out, self._record().model_dump_json().encode(), self._now())
+        self._thread = threading.Thread(target=self._renew, name="mtx2vllm-claim", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+        if kind is not None:
+            remove(self.store, self.out, self._files)
+        self.store.delete(self._path)
+
+    def announce(self, files: Sequence[str]) -> None:
+        """Say which files will be written, before the first is."""
+        with self._lock:
+            self._files = tuple(files)
+            self._write()
+
+    def _renew(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            with self._lock:
+                try:
+                    self._write()
+                except (OSError, StorageError):
+                    continue  # the next beat may pass; a claim that is lost shows when the manifest is created
+                except LostRace:
+                    return
+
+    def _write(self) -> None:
+        stat = self.store.replace(self._path, self._record().model_dump_json().encode(), self._generation)
+        self._generation = stat.generation
+
+    def _record(self) -> Record:
+        pid = os.getpid()
+        return Record(
+            host=socket.gethostname(), pid=pid, started=_started(pid), heartbeat=self._now(), files=self._files
+        )
+
+
+def read(store: Store, out: str) -> Record | None:
+    """The claim of a directory, None where there is none or it does not parse."""
+    try:
+        return Record.model_validate_json(store.read(join(out, NAME)))
+    except (FileNotFoundError, EOFError, ValidationError):
+        return None
+
+
+def is_live(record: Record, modified: float, now: float) -> bool:
+    """Whether the writer of a claim still runs. On this host its process is asked, elsewhere the heartbeat."""
+    if record.host == socket.gethostname() and record.started:
+        return _started(record.pid) == record.started
+    return now - max(record.heartbeat, modified) <= record.ttl_s
+
+
+def _take(store: Store, out: str, data: bytes, now: float) -> int:
+    path = join(out, NAME)
+    try:
+        return store.create(path, data).generation
+    except LostRace:
+        pass
+    stat, record = store.stat(path), read(store, out)
+    if stat is None:
+        raise LostRace(f"{out} was released by another writer just now; run again")
+    if record is not None and is_live(record, stat.modified, now):
+        raise LostRace(
+            f"{out} is being written by process {record.pid} on {record.host}; wait for it, or give another OUT. If that "
+            f"run is dead, its claim expires {record.ttl_s:.0f} s after its last heartbeat"
+        )
+    taken = store.replace(path, data, stat.generation)
+    remove(store, out, record.files if record else ())
+    return taken.generation
+
+
+def remove(store: Store, out: str, files: Iterable[str]) -> None:
+    """Delete what a run has written, and what its killed uploads left. Nothing else is touched."""
+    for name in files:
+        if manifest.is_inside(name):
+            store.delete(join(out, name))
+    store.clean_leftovers(out)
+
+
+def _started(pid: int) -> int:
+    """Start time of a live process in clock ticks since boot, 0 where it cannot be known (proc(5), field 22)."""
+    try:
+        return int(
+            Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
+        )
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def refuse_foreign(store: Store, out: str, ours: Iterable[str]) -> None:
+    """A directory that holds anything but `ours` is not for us to write into.
+
+    Raises:
+        InputError: names the first foreign files.
+    """
+    known = {*ours, NAME}
+    foreign = [name for name in store.walk(out) if name not in known and not _leftover(name)]
+    if foreign:
+        raise InputError(
+            f"{out} holds files that mtx2vllm did not write ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); "
+            "give an empty or new directory"
+        )
+
+
+def _leftover(name: str) -> bool:
+    return any(part.startswith(LEFTOVER) for part in name.split("/"))

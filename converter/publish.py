@@ -1,0 +1,185 @@
+"""Put a version into its directory so that nobody ever sees half of it: claim, shards, side files, manifest, release."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version as package_version
+from typing import TYPE_CHECKING
+
+from mtx2vllm.converter import claim as claims
+from mtx2vllm.converter import root as roots
+from mtx2vllm.converter.errors import InputError, LostRace
+from mtx2vllm.converter.execute import TensorResult, run
+from mtx2vllm.converter.hf_files import CONFIG, local_path
+from mtx2vllm.converter.shards import DTYPES, ShardFile
+from mtx2vllm.converter.source import open_leaf
+from mtx2vllm.converter.storage import RangeWriter, basename, join, parent, store_for
+from mtx2vllm.schemas import manifest as manifests
+from mtx2vllm.schemas.manifest import FileEntry, Manifest, Source, TensorEntry
+
+if TYPE_CHECKING:
+    from mtx2vllm.converter.convert import Job
+
+INDEX = "model.safetensors.index.json"
+
+
+class Publisher:
+    """A version directory while it is written. Leaving with an exception removes what was written."""
+
+    def __init__(self, out: str, *, overwrite: bool) -> None:
+        self.out, self.overwrite = out, overwrite
+        self.store = store_for(out)
+        self._claim = claims.Claim(out)
+
+    def __enter__(self) -> "Publisher":
+        if not self.overwrite:
+            self._refuse_committed()
+        self._claim.__enter__()
+        try:
+            self._clear()
+        except BaseException as error:
+            self._claim.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._claim.__exit__(kind, error, trace)
+
+    def run(self, job: "Job", progress: Callable[[int, int], None] | None) -> dict[int, TensorResult]:
+        """Write the shards."""
+        self._claim.announce(_names(job))
+        total, done = sum(s.size for s in job.shards), 0
+
+        def count(n: int) -> None:
+            nonlocal done
+            done += n
+            if progress:
+                progress(done, total)
+
+        def sink(shard: ShardFile) -> RangeWriter:
+            return self.store.writer(join(self.out, shard.name), shard.size)
+
+        return run(
+            job.plan,
+            job.shards,
+            lambda leaf: open_leaf(job.checkpoint, leaf),
+            sink,
+            budget=job.options.memory_budget,
+            workers=job.options.workers or os.cpu_count() or 1,
+            progress=count,
+        )
+
+    def publish(self, job: "Job", checkpoint: str, results: Mapping[int, TensorResult]) -> Manifest:
+        """Write the side files, then the manifest.
+
+        Raises:
+            LostRace: another writer has published meanwhile.
+        """
+        side = _side_bytes(job)
+        for name, data in side.items():
+            self.store.replace(join(self.out, name), data)
+        made = _manifest(job, checkpoint, results, side)
+        try:
+            self.store.create(join(self.out, manifests.NAME), made.dumps())
+        except LostRace:
+            raise LostRace(
+                f"{self.out} was published by another writer meanwhile ({_who(self.out)}); nothing was changed"
+            ) from None
+        return made
+
+    def _refuse_committed(self) -> None:
+        if self.store.stat(join(self.out, manifests.NAME)):
+            raise InputError(
+                f"{self.out} is a finished version already ({_who(self.out)}); pass --overwrite to replace it"
+            )
+
+    def _clear(self) -> None:
+        """Make room: an old version of ours goes manifest first, foreign files stay and stop us."""
+        path = join(self.out, manifests.NAME)
+        stat = self.store.stat(path)
+        if stat is None:
+            claims.refuse_foreign(self.store, self.out, ())
+            return
+        self._refuse_committed_unless_allowed()
+        old = Manifest.parse(self.store.read(path))
+        claims.refuse_foreign(self.store, self.out, {manifests.NAME, *old.files})
+        self.store.delete(path, stat.generation)
+        claims.remove(self.store, self.out, old.files)
+
+    def _refuse_committed_unless_allowed(self) -> None:
+        if not self.overwrite:
+            self._refuse_committed()
+        step = roots.step_of(basename(self.out))
+        if step is None:
+            return
+        holders = [
+            s.lease.replica
+            for s in roots.read_agents(parent(self.out), time.time())
+            if s.alive and s.lease.loaded == step
+        ]
+        if holders:
+            raise InputError(
+                f"{self.out} is being served by {', '.join(holders[:3])}; a version in use is not overwritten. Publish under "
+                "another step, or stop them"
+            )
+
+
+def _who(out: str) -> str:
+    try:
+        found = Manifest.parse(store_for(out).read(join(out, manifests.NAME)))
+    except (ValueError, FileNotFoundError, EOFError):
+        return "its manifest cannot be read"
+    return f"{found.layout} of {found.source.uri}, written {found.created}"
+
+
+def _names(job: "Job") -> tuple[str, ...]:
+    return (*(s.name for s in job.shards), *_side_bytes(job, names_only=True))
+
+
+def _side_bytes(job: "Job", names_only: bool = False) -> dict[str, bytes]:
+    """Everything beside the shards, by name in the version directory."""
+    folder = job.shards[0].name.rpartition("/")[0]
+    side: dict[str, bytes] = {}
+    for name, where in job.side.items():
+        side[name] = b"" if names_only else store_for(where).read(where)
+    if job.config is not None:
+        side[CONFIG] = json.dumps(job.config, indent=2, sort_keys=True).encode() + b"\n"
+    side[join(folder, INDEX) if folder else INDEX] = _index(job)
+    return side
+
+
+def _index(job: "Job") -> bytes:
+    names = {n: s.name.rpartition("/")[2] for s in job.shards for n in s.offsets}
+    weights = {t.name: names[i] for i, t in enumerate(job.plan.tensors)}
+    total = {"total_size": job.plan.nbytes}
+    return json.dumps({"metadata": total, "weight_map": weights}, indent=2).encode() + b"\n"
+
+
+def _manifest(job: "Job", checkpoint: str, results: Mapping[int, TensorResult], side: Mapping[str, bytes]) -> Manifest:
+    files = {s.name: FileEntry(size=s.size, digest=manifests.digest(s.header), shard=True) for s in job.shards}
+    files |= {name: FileEntry(size=len(data), digest=manifests.digest(data)) for name, data in side.items()}
+    tensors = {}
+    for shard in job.shards:
+        for number, offset in shard.offsets.items():
+            tensor = job.plan.tensors[number]
+            tensors[tensor.name] = TensorEntry(
+                file=shard.name,
+                offset=offset,
+                dtype=DTYPES[tensor.dtype],
+                shape=tensor.shape,
+                blake3=results[number].digest,
+            )
+    return Manifest(
+        layout=job.plan.layout,
+        family=job.plan.family,
+        architecture=job.plan.architecture,
+        source=Source(uri=local_path(checkpoint), step=job.checkpoint.step),
+        conventions=dict(job.plan.conventions),
+        dtype=job.options.dtype,
+        tool=f"mtx2vllm {package_version('mtx2vllm')}",
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        files=files,
+        tensors=tensors,
+    )
