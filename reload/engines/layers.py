@@ -1,9 +1,10 @@
 """How canonical tensors become the arrays that a live tpu-inference (torchax) model computes with.
 
-A canonical tensor is what the vLLM model held on one device before any layout processing. After loading the model holds
-something else: linears transposed, reordered for their shards and KV heads repeated, experts padded and de-interleaved,
-MLA's kv_b_proj split into two. A `Unit` is the smallest set of tensors that must be processed together; `plan` reads the
-units off the live modules and proves by shapes and dtypes, before any data, that each builds what the model now holds.
+A canonical tensor is what the vLLM model held on one device before any layout processing. After loading the model
+holds something else: linears transposed, reordered for their shards and KV heads repeated, experts padded and
+de-interleaved, MLA's kv_b_proj split into two. A `Unit` is the smallest set of tensors that must be processed together;
+`plan` reads the units off the live modules and proves by shapes and dtypes, before any data, that each builds what the
+model now holds.
 
 The processing is the engine's own code, run on the host's CPU, so that a swap only has to copy finished arrays.
 """
@@ -17,7 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtx2vllm.converter.errors import InputError
 from mtx2vllm.reload.engine import TensorSpec, Weights
+
+# Layer methods that leave a weight's values as they were loaded (where the linear one applies, it is handled above).
+_PLAIN_METHODS = frozenset(
+    {
+        "VllmUnquantizedLinearMethod",
+        "UnquantizedLinearMethod",
+        "VllmUnquantizedEmbeddingMethod",
+        "UnquantizedEmbeddingMethod",
+    }
+)
 
 Arrays = Mapping[str, Any]
 Build = Callable[[Arrays], dict[str, jax.Array]]
@@ -27,12 +39,8 @@ ENGINE_BUFFERS = frozenset({"_k_scale", "_v_scale", "_q_scale", "_prob_scale"})
 STATE_PREFIX = "vllm_model."
 
 
-class Unsupported(Exception):
-    """This engine's model cannot take canonical weights; `problems` has one sentence for each reason."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("\n".join(problems))
+class Unsupported(InputError):  # noqa: N818
+    """This engine cannot take canonical weights; `problems` has one sentence for each reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +109,11 @@ def _misfits(unit: Unit, live: Arrays) -> Iterator[str]:
 def _units_of(path: str, module: Any, model: Any, live: Arrays) -> Iterator[Unit]:
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.layers.fused_moe import RoutedExperts
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if isinstance(module, MLAAttention):
-        yield _latent_attention(path, module, model, live)
+        yield _latent_attention(path, module, model)
         return
     if not isinstance(module, LinearBase | RoutedExperts | VocabParallelEmbedding):
         if type(module).__name__.endswith("WithLoRA"):
@@ -118,10 +126,10 @@ def _units_of(path: str, module: Any, model: Any, live: Arrays) -> Iterator[Unit
         yield _linear(path, module, live)
     elif name == "VllmUnquantizedFusedMoEMethod":
         yield _experts(path, module, live)
-    elif name not in {"VllmUnquantizedLinearMethod", "VllmUnquantizedEmbeddingMethod", "UnquantizedEmbeddingMethod"} and (
-        type(method) is not UnquantizedLinearMethod
-    ):
-        raise Unsupported([f"{path} uses {name}; only unquantized engines can be reloaded, start it without quantization"])
+    elif name not in _PLAIN_METHODS:
+        raise Unsupported(
+            [f"{path} uses {name}; hot reload takes unquantized engines only, start it without quantization"]
+        )
 
 
 def _owned(path: str, live: Arrays) -> list[str]:
@@ -201,7 +209,6 @@ def _linear_process(sizes: tuple[int, ...], shards: int, fused: bool, heads: _Kv
     def listed(x: Any) -> list[jax.Array]:
         return [] if x is None else list(x) if isinstance(x, list | tuple) else [x]
 
-    @jax.jit
     def process(weight: jax.Array, bias: jax.Array | None) -> tuple[list[jax.Array], list[jax.Array]]:
         if heads:
             weight, bias = heads.repeat(weight), None if bias is None else heads.repeat(bias)
@@ -213,7 +220,7 @@ def _linear_process(sizes: tuple[int, ...], shards: int, fused: bool, heads: _Kv
         )
         return listed(out.weight), listed(out.bias)
 
-    return process
+    return jax.jit(process)
 
 
 # --- experts ---
@@ -247,7 +254,6 @@ def _experts_process(mesh: Any, backend: Any, activation: Any) -> Any:
     """A compiled function of a layer's canonical expert tensors by short name -> the engine's."""
     from tpu_inference.layers.common.process_weights.moe_weights import process_unquantized_moe_weights
 
-    @jax.jit
     def process(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
         out = process_unquantized_moe_weights(
             mesh=mesh,
@@ -257,13 +263,13 @@ def _experts_process(mesh: Any, backend: Any, activation: Any) -> Any:
         )
         return {name: getattr(out, name) for name in tensors}
 
-    return process
+    return jax.jit(process)
 
 
 # --- multi-head latent attention ---
 
 
-def _latent_attention(path: str, module: Any, model: Any, live: Arrays) -> Unit:
+def _latent_attention(path: str, module: Any, model: Any) -> Unit:
     """kv_b_proj.weight [heads (nope + value), latent] lives on as W_UK_T, W_UV and their scales."""
     source = next(name for name, m in model.named_modules() if m is module.kv_b_proj) + ".weight"
     names = ("W_UK_T", "W_UK_T_scale", "W_UV", "W_UV_scale")

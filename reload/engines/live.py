@@ -1,15 +1,14 @@
 """The arrays of a running torchax model: reading them, putting new ones in their place, and putting the old ones back.
 
-`runner.state` is what the compiled step is called with; the modules' parameters hold the same arrays and are moved along,
-or the old ones would never be freed. Nothing here may run while a step is in flight.
+`runner.state` is what the compiled step is called with; the modules' parameters hold the same arrays and are moved
+along, or the old ones would never be freed. Nothing here may run while a step is in flight.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mtx2vllm.reload.engine import Weights
@@ -74,7 +73,9 @@ def build(unit: Unit, weights: Weights) -> dict[str, Any]:
 def put(array: Any, like: Mapping[str, Any]) -> jax.Array:
     """`array` on the devices, sharded and laid out as `like` (of `placement`), once the copy is complete."""
     # A memory map must not become the storage of a weight, which a CPU device would do with it.
-    on_device = jax.device_put(array, like["sharding"], **({"may_alias": False} if isinstance(array, np.ndarray) else {}))
+    on_device = jax.device_put(
+        array, like["sharding"], **({"may_alias": False} if isinstance(array, np.ndarray) else {})
+    )
     if like["format"] is not None and on_device.format.layout != like["format"].layout:
         on_device = jax.device_put(on_device, like["format"])
     return jax.block_until_ready(on_device)
@@ -85,12 +86,6 @@ def placement(array: jax.Array) -> dict[str, Any]:
     return {"sharding": array.sharding, "format": getattr(array, "format", None)}
 
 
-def snapshot(arrays: Iterable[jax.Array]) -> Iterator[np.ndarray[Any, Any]]:
-    """Copies in host memory."""
-    for array in arrays:
-        yield np.array(jax.device_get(array), copy=True)
-
-
 def bytes_of(arrays: Iterable[jax.Array]) -> int:
     """Bytes on the fullest device."""
     used: dict[Any, int] = {}
@@ -98,7 +93,3 @@ def bytes_of(arrays: Iterable[jax.Array]) -> int:
         for shard in array.addressable_shards:
             used[shard.device] = used.get(shard.device, 0) + shard.data.nbytes
     return max(used.values(), default=0)
-
-
-def as_float32(array: Any) -> Any:
-    return array.astype(jnp.float32)
