@@ -2,6 +2,7 @@
 
 A chunk is a box in the source's dimensions. Its borders need not respect the elementary axes of a composite dimension
 (a flat heads * head_dim may be cut inside a head), so a range over k axes falls apart into at most 2k-1 boxes that do.
+Everything here is arithmetic on sizes; `Piece.of` and `Landing.of` turn it into views of arrays.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.plan import Leaf, Move
+from mtx2vllm.converter.plan import Move
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]
-
-
-def grid(leaf: Leaf) -> Iterator[Box]:
-    """Every stored chunk of a leaf as a box of half-open ranges, in row-major order."""
-    lines = [
-        [(at, min(at + c, n)) for at in range(0, n, c)] if n else []
-        for n, c in zip(leaf.shape, leaf.chunks, strict=True)
-    ]
-    return product(*lines)
 
 
 def boxes(begin: int, end: int, sizes: Sequence[int]) -> list[Box]:
@@ -41,7 +33,7 @@ def boxes(begin: int, end: int, sizes: Sequence[int]) -> list[Box]:
         return [((begin, end),)]
     inner, rest = prod(sizes[1:]), sizes[1:]
     first, last = begin // inner, (end - 1) // inner
-    if first == last:
+    if first == last and (begin % inner or end % inner):
         return [((first, first + 1), *b) for b in boxes(begin - first * inner, end - first * inner, rest)]
     found: list[Box] = []
     if begin % inner:
@@ -55,96 +47,114 @@ def boxes(begin: int, end: int, sizes: Sequence[int]) -> list[Box]:
     return found
 
 
-def begin_of(box: Box, sizes: Sequence[int]) -> int:
-    """Where a box begins on the composite axis."""
-    at = 0
-    for (low, _), n in zip(box, sizes, strict=True):
-        at = at * n + low
-    return at
+def span(begin: int, end: int, sizes: Sequence[int]) -> Box:
+    """The smallest box that holds the range [begin, end) of a composite axis."""
+    found = boxes(begin, end, sizes)
+    return tuple((min(low for low, _ in r), max(high for _, high in r)) for r in zip(*found, strict=True))
+
+
+def flat(at: Sequence[int], sizes: Sequence[int]) -> int:
+    """The position on a row-major composite axis."""
+    position = 0
+    for i, n in zip(at, sizes, strict=True):
+        position = position * n + i
+    return position
+
+
+def meet(a: Range, b: Range) -> Range:
+    """The common part of two ranges (empty where the begin is not below the end)."""
+    return max(a[0], b[0]), min(a[1], b[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a chunk over all elementary axes of a move; `ranges` count from the window's begin."""
+    """A box over all elementary axes of a move, as a part of one chunk."""
 
-    values: NDArray[Any]  # a view of the chunk, one dimension an axis, index axes first, then the target's
-    ranges: Mapping[str, Range]
+    slices: tuple[slice, ...]  # of the chunk's dimensions
+    shape: tuple[int, ...]  # of that slice by elementary axes, in the source's order
+    cut: tuple[slice, ...]  # the window's part of it
+    turn: tuple[int, ...]  # source order -> index axes, then target axes
+    ranges: Mapping[str, Range]  # by axis, counted from the window's begin
+
+    def of(self, chunk: NDArray[Any]) -> NDArray[Any]:
+        """The view of a decoded chunk: one dimension an axis, the index axes first."""
+        return chunk[self.slices].reshape(self.shape)[self.cut].transpose(self.turn)
 
 
-def pieces(move: Move, box: Box, chunk: NDArray[Any]) -> Iterator[Piece]:
-    """The parts of a decoded chunk that a move takes, as views."""
+def pieces(move: Move, box: Box) -> Iterator[Piece]:
+    """The parts that a move takes of the chunk that covers `box` of its leaf."""
     order = [a for axes in move.source for a in axes]
-    wanted = [*move.index, *(a for axes in move.target for a in axes)]
-    turn = [order.index(a) for a in wanted]
+    turn = tuple(order.index(a) for a in (*move.index, *(a for axes in move.target for a in axes)))
     sizes = [[move.sizes[a] for a in axes] for axes in move.source]
+    windows = [move.window.get(a, (0, move.sizes[a])) for a in order]
     for parts in product(*(boxes(*r, n) for r, n in zip(box, sizes, strict=True))):
-        ranges = dict(zip(order, (r for part in parts for r in part), strict=True))
-        cut = {a: _meet(ranges[a], move.window.get(a, (0, move.sizes[a]))) for a in order}
-        if any(low >= high for low, high in cut.values()):
+        ranges = [r for part in parts for r in part]
+        taken = [meet(r, w) for r, w in zip(ranges, windows, strict=True)]
+        if any(low >= high for low, high in taken):
             continue
-        view = chunk[tuple(_within(part, n, r) for part, n, r in zip(parts, sizes, box, strict=True))]
-        view = view.reshape([high - low for low, high in ranges.values()])
-        view = view[tuple(slice(cut[a][0] - ranges[a][0], cut[a][1] - ranges[a][0]) for a in order)]
-        shift = {a: move.window[a][0] if a in move.window else 0 for a in order}
-        yield Piece(view.transpose(turn), {a: (cut[a][0] - shift[a], cut[a][1] - shift[a]) for a in order})
+        yield Piece(
+            tuple(_within(part, n, r[0]) for part, n, r in zip(parts, sizes, box, strict=True)),
+            tuple(high - low for low, high in ranges),
+            tuple(slice(t[0] - r[0], t[1] - r[0]) for t, r in zip(taken, ranges, strict=True)),
+            turn,
+            {a: (t[0] - w[0], t[1] - w[0]) for a, t, w in zip(order, taken, windows, strict=True)},
+        )
 
 
-def _within(part: Box, sizes: Sequence[int], outer: Range) -> slice:
-    begin = begin_of(part, sizes) - outer[0]
+def _within(part: Box, sizes: Sequence[int], outer: int) -> slice:
+    begin = flat([low for low, _ in part], sizes) - outer
     return slice(begin, begin + prod(high - low for low, high in part))
 
 
-def _meet(a: Range, b: Range) -> Range:
-    return max(a[0], b[0]), min(a[1], b[1])
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where a part of a piece lies in some rows of a target tensor."""
+
+    slices: tuple[slice, ...]  # of the dimensions of those rows
+    shape: tuple[int, ...]  # of that slice by the target's elementary axes
+    at: tuple[slice, ...]  # the part of it that is filled
+    taken: tuple[slice, ...]  # from which part of the piece, without its index axes
+
+    def of(self, region: NDArray[Any]) -> NDArray[Any]:
+        """The view of a buffer that holds those rows: one dimension an axis."""
+        return region[self.slices].reshape(self.shape)[self.at]
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Shape of the view."""
+        return tuple(s.stop - s.start for s in self.at)
 
 
-def landing(move: Move, rows: Range) -> list[tuple[slice, Box]]:
-    """Where a move's block meets the rows [begin, end) of its target tensor.
-
-    Returns pairs of a slice of the tensor's first dimension (counted from `begin`) and the box over the elementary
-    axes of that dimension that lies there. A scalar tensor has one row.
-    """
+def landings(move: Move, piece: Piece, rows: Range) -> list[Landing]:
+    """Where a piece meets the rows [begin, end) of a target tensor's first dimension (a scalar has one row)."""
     if not move.target:
-        return [(slice(0, 1), ())]
-    sizes = [move.extent(a) for a in move.target[0]]
+        return [Landing((), (), (), ())]
+    head, inner = move.target[0], [a for axes in move.target[1:] for a in axes]
+    others = tuple(
+        slice(s, s + (n - 1) * k + 1 if n else s, k)
+        for s, n, k in zip(move.start[1:], move.block[1:], move.step[1:], strict=True)
+    )
+    sizes = [move.extent(a) for a in head]
     start, step = move.start[0], move.step[0]
-    first = max(0, -(-(rows[0] - start) // step))
-    last = min(prod(sizes), -(-(rows[1] - start) // step))
+    first, last = max(0, -((start - rows[0]) // step)), min(prod(sizes), -((start - rows[1]) // step))
     found = []
     for box in boxes(first, last, sizes):
-        at = begin_of(box, sizes)
-        count = prod(high - low for low, high in box)
-        low = start + at * step - rows[0]
-        found.append((slice(low, low + (count - 1) * step + 1, step), box))
-    return found
-
-
-def meeting(move: Move, piece: Piece, rows: Range, region: NDArray[Any]) -> Iterator[tuple[NDArray[Any], Any]]:
-    """Pairs (view of `region`, index into the piece's dimensions behind the index axes) where a piece lands.
-
-    `region` holds the rows [begin, end) of a target tensor; the views have the piece's target axes as dimensions.
-    """
-    head = move.target[0] if move.target else ()
-    inner = [a for axes in move.target[1:] for a in axes]
-    for where, box in landing(move, rows):
-        common = [_meet(r, piece.ranges[a]) for a, r in zip(head, box, strict=True)]
+        common = [meet(r, piece.ranges[a]) for a, r in zip(head, box, strict=True)]
         if any(low >= high for low, high in common):
             continue
-        view = region
-        if move.target:
-            others = (
-                slice(s, s + (n - 1) * k + 1 if n else s, k)
-                for s, n, k in zip(move.start[1:], move.block[1:], move.step[1:], strict=True)
+        low = start + flat([r[0] for r in box], sizes) * step - rows[0]
+        count = prod(r[1] - r[0] for r in box)
+        at = [slice(c[0] - r[0], c[1] - r[0]) for c, r in zip(common, box, strict=True)]
+        taken = [slice(c[0] - piece.ranges[a][0], c[1] - piece.ranges[a][0]) for a, c in zip(head, common, strict=True)]
+        found.append(
+            Landing(
+                (slice(low, low + (count - 1) * step + 1, step), *others),
+                tuple([*(r[1] - r[0] for r in box), *(move.extent(a) for a in inner)]),
+                tuple([*at, *(slice(*piece.ranges[a]) for a in inner)]),
+                tuple([*taken, *(slice(0, piece.ranges[a][1] - piece.ranges[a][0]) for a in inner)]),
             )
-            view = region[(where, *others)]
-        view = view.reshape([*(high - low for low, high in box), *(move.extent(a) for a in inner)])
-        at = [slice(low - r[0], high - r[0]) for (low, high), r in zip(common, box, strict=True)]
-        at += [slice(*piece.ranges[a]) for a in inner]
-        taken = [
-            slice(low - piece.ranges[a][0], high - piece.ranges[a][0])
-            for a, (low, high) in zip(head, common, strict=True)
-        ]
-        yield view[tuple(at)], tuple(taken)
+        )
+    return found
 
 
 def numbers(move: Move, piece: Piece) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -1,14 +1,15 @@
 """Carry out a plan: decode every stored chunk once, put its values where they belong, write, digest, count NaN."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.chunks import grid, meeting, numbers, pieces
+from mtx2vllm.converter.chunks import Box, landings, numbers, pieces
 from mtx2vllm.converter.plan import Group, Leaf, Move, Plan, arithmetic
 from mtx2vllm.converter.shards import ShardFile
 from mtx2vllm.converter.storage import RangeWriter
@@ -83,14 +84,23 @@ def _convert(
     return results
 
 
-def scatter(move: Move, box: Any, chunk: NDArray[Any], tensors: Mapping[int, NDArray[Any]]) -> None:
+def grid(leaf: Leaf) -> Iterator[Box]:
+    """Every stored chunk of a leaf as a box of half-open ranges, in row-major order."""
+    lines = [
+        [(at, min(at + c, n)) for at in range(0, n, c)] if n else []
+        for n, c in zip(leaf.shape, leaf.chunks, strict=True)
+    ]
+    return product(*lines)
+
+
+def scatter(move: Move, box: Box, chunk: NDArray[Any], tensors: Mapping[int, NDArray[Any]]) -> None:
     """Put what a move takes from one chunk into whole tensors."""
-    for piece in pieces(move, box, chunk):
+    for piece in pieces(move, box):
+        values = piece.of(chunk)
         for at, number in numbers(move, piece):
             tensor = tensors[number]
-            rows = (0, tensor.shape[0] if tensor.ndim else 1)
-            for view, taken in meeting(move, piece, rows, tensor):
-                view[...] = arithmetic(move.op, piece.values[at][taken], view.dtype)
+            for landing in landings(move, piece, (0, tensor.shape[0] if tensor.ndim else 1)):
+                landing.of(tensor)[...] = arithmetic(move.op, values[at][landing.taken], tensor.dtype)
 
 
 def screen(values: NDArray[Any]) -> tuple[int, int]:
