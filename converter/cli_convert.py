@@ -10,7 +10,7 @@ import click
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """A number of bytes: 4GiB, 500MB, 1073741824."""
 
     name = "size"
@@ -43,8 +43,12 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 def conversion_options(command: Any) -> Any:
     """The options that convert and follow share."""
     options = [
-        click.option("--hf-config", help="config.json, a directory with one, or a Hub id. Default: looked for at CKPT."),
-        click.option("--base", help="Hugging Face directory whose other weights (vision tower, ...) are copied; hf layout."),
+        click.option(
+            "--hf-config", help="config.json, a directory with one, or a Hub id. Default: looked for at CKPT."
+        ),
+        click.option(
+            "--base", help="Hugging Face directory whose other weights (vision tower, ...) are copied; hf layout."
+        ),
         LAYOUT,
         DTYPE,
         ROPE,
@@ -75,9 +79,6 @@ def convert(ckpt: str, out: str, dry_run: bool, as_json: bool, **chosen: Any) ->
 
     CKPT is a run, its checkpoints/, a step, or a step's items/; both may be gs://.
     """
-    from mtx2vllm.converter import memory
-
-    memory.tune()
     from mtx2vllm.converter.convert import Options, prepare
     from mtx2vllm.converter.convert import convert as run
 
@@ -87,11 +88,11 @@ def convert(ckpt: str, out: str, dry_run: bool, as_json: bool, **chosen: Any) ->
         job = prepare(ckpt, Options(**chosen))
         click.echo(json.dumps(job_json(job, out)) if as_json else job_text(job, out))
         return
-    from mtx2vllm.converter.show import Bar
+    from mtx2vllm.converter.show import Bar, converted_text
 
     with Bar(enabled=sys.stderr.isatty()) as bar:
         done = run(ckpt, out, say=bar.say, progress=bar.update, **chosen)
-    click.echo(json.dumps(done.to_json()) if as_json else done.sentence())
+    click.echo(json.dumps(done.to_json()) if as_json else converted_text(done))
 
 
 @click.command()

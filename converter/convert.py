@@ -143,7 +143,8 @@ def prepare(checkpoint: str, options: Options) -> Job:
         text_only=options.text_only, conventions=_conventions(schema, model, options.rope, scanned), **naming,
     )  # fmt: skip
     made = replace(made, drops=(*opened.drops, *made.drops))
-    written, changes = (None, [])
+    written: dict[str, Any] | None = None
+    changes: list[str] = []
     if config is not None:
         whole = options.layout == "canonical" or options.base is not None
         dtype = _dominant(made)

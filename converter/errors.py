@@ -52,3 +52,23 @@ class DifferenceError(Mtx2vllmError):
     """What was written is not what it should be."""
 
     exit_status = 4
+
+
+def from_os_error(error: OSError) -> Mtx2vllmError:
+    """A sentence for what the operating system refused; every message says what was asked of it."""
+    import errno
+
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return Mtx2vllmError(
+            f"{where}the disk is full; nothing was published. Free space or choose another place, then run again"
+        )
+    if error.errno == errno.EDQUOT:
+        return Mtx2vllmError(f"{where}the disk quota is used up; nothing was published. Free space, then run again")
+    if isinstance(error, FileNotFoundError):
+        return InputError(f"{where}no such file or directory; check the path")
+    if isinstance(error, PermissionError):
+        return InputError(f"{where}permission denied; check who owns it, or run as a user who may")
+    if isinstance(error, NotADirectoryError | IsADirectoryError | FileExistsError):
+        return InputError(f"{where}{error.strerror}; check the path")
+    return Mtx2vllmError(f"{where}{error.strerror or error}; the system refused the operation")

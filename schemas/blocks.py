@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtx2vllm.schemas.rules import Model, Rule, Value
+from mtx2vllm.schemas.rules import Rule, Value
 
 NORM_MINUS_ONE = Value("add", lambda _: -1.0)  # MaxText's Gemma norms hold 1 + w
 # MaxText folds 1/sqrt(head_dim) into the query's kernel.
