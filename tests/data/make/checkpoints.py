@@ -195,6 +195,9 @@ def main(name: str, out: Path, stage: str | None = None) -> None:
         for layout in model.layouts:
             import_checkpoint(model, here / "hf", here / layout, layout)
         shutil.rmtree(here / "renamed", ignore_errors=True)
+        for marker in here.rglob("commit_success.txt"):
+            # Orbax writes the absolute path of the saving machine, which means nothing elsewhere.
+            marker.write_text(marker.read_text().replace(f"{out}/", "ckpts/"))
     else:
         import numpy as np
 
