@@ -1,0 +1,117 @@
+"""The process that reads and hashes a version, so that the engine's own process does neither: `python -m` this module.
+
+One job, a JSON line on stdin; then JSON lines on stdout, the last of which is `done` or `failed`. Nothing else crosses:
+no pickles. Bytes that the sampler can map stay where they are (reading them here brings them into the page cache);
+others are assembled in shared memory (a file descriptor that was inherited) or in the cache. The process has a low
+priority and ends with its parent.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, NotCommitted, StorageError
+from mtx2vllm.converter.pieces import recipes
+from mtx2vllm.converter.storage import Store, join, store_for
+from mtx2vllm.converter.verify import load_manifest, shard_problems
+from mtx2vllm.reload.job import Job
+from mtx2vllm.reload.stage_work import Unsound, Work
+
+_NICE = 10  # a tenth of a busy core's time beside the engine's threads
+
+
+def main() -> int:
+    """Run the one job of this process."""
+    out = sys.stdout
+    lock = threading.Lock()
+
+    def say(**message: Any) -> None:
+        with lock:
+            out.write(json.dumps(message) + "\n")
+            out.flush()
+
+    try:
+        job = Job.model_validate_json(sys.stdin.readline())
+        _be_modest(job.parent)
+        say(done=run(job, say))
+    except BrokenPipeError:
+        return 1
+    except Exception as error:  # the parent turns it into a sentence and a reason
+        say(failed=reason_of(error), problems=problems_of(error))
+        return 1
+    return 0
+
+
+def reason_of(error: BaseException) -> str:
+    """A failure's word in the metrics: `invalid` is the version's fault for good, the others may pass."""
+    if isinstance(error, FileNotFoundError | NotCommitted | EOFError):
+        return "vanished"
+    if isinstance(error, LostRace):
+        return "changed"
+    if isinstance(error, StorageError | OSError):
+        return "storage"
+    return "invalid" if isinstance(error, InputError | Unsound) else "internal"
+
+
+def problems_of(error: BaseException) -> list[str]:
+    """Whole sentences about a failure."""
+    if isinstance(error, InputError):
+        return list(error.problems)
+    if isinstance(error, Unsound | Mtx2vllmError):
+        return [str(error)]
+    return [f"{type(error).__name__}: {error}"]
+
+
+def _be_modest(parent: int) -> None:
+    """Stay out of the engine's way, and do not outlive it."""
+    os.nice(_NICE)
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def run(job: Job, say: Callable[..., None]) -> dict[str, Any]:
+    """Stage everything; the facts that the parent needs to open it."""
+    store = store_for(job.location)
+    manifest, found = load_manifest(job.location, store)
+    if found != job.digest:
+        raise LostRace(f"{job.location} was published anew while it was being staged.")
+    sources = recipes(manifest.tensors, manifest.layout, manifest.family)
+    files = {manifest.tensors[p.source].file for item in job.items for p in sources[item.folded].pieces}
+    identities = {name: _identity(store, join(job.location, name)) for name in sorted(files)}
+    problems = [problem for name in sorted(files) for problem in shard_problems(store, job.location, name, manifest)]
+    if problems:
+        raise InputError(problems)
+    say(verified=len(files))
+    work = Work(job, store, manifest, sources, say)
+    work.all()
+    if identities != {name: _identity(store, join(job.location, name)) for name in identities}:
+        raise LostRace(f"{job.location}: a file was replaced while it was being staged.")
+    return {"files": identities, "cached": work.cached, "read": work.read}
+
+
+def _identity(store: Store, path: str) -> list[int]:
+    """What tells a local file from another one of the same name, by which the parent knows that it maps what was
+    hashed here; the generation where the store is remote."""
+    local = store.local(path)
+    if local is not None:
+        stat = os.stat(local)  # noqa: PTH116
+        return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns]
+    remote = store.stat(path)
+    if remote is None:
+        raise FileNotFoundError(path)
+    return [remote.generation, remote.size]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
