@@ -85,7 +85,7 @@ class Claim:
     def _record(self) -> Record:
         pid = os.getpid()
         return Record(
-            host=socket.gethostname(), pid=pid, started=_started(pid), heartbeat=self._now(), files=self._files
+            host=socket.gethostname(), pid=pid, started=process_started(pid), heartbeat=self._now(), files=self._files
         )
 
 
@@ -100,7 +100,7 @@ def read(store: Store, out: str) -> Record | None:
 def is_live(record: Record, modified: float, now: float) -> bool:
     """Whether the writer of a claim still runs. On this host its process is asked, elsewhere the heartbeat."""
     if record.host == socket.gethostname() and record.started:
-        return _started(record.pid) == record.started
+        return process_started(record.pid) == record.started
     return now - max(record.heartbeat, modified) <= record.ttl_s
 
 
@@ -131,7 +131,7 @@ def remove(store: Store, out: str, files: Iterable[str]) -> None:
     store.clean_leftovers(out)
 
 
-def _started(pid: int) -> int:
+def process_started(pid: int) -> int:
     """Start time of a live process in clock ticks since boot, 0 where it cannot be known (proc(5), field 22)."""
     try:
         return int(

@@ -46,14 +46,19 @@ class Lease(_Record):
 
 
 class FollowerLease(_Record):
-    """`.follower.json`: the one writer of a root; `writing` is the version that it writes now."""
+    """`.follower.json`: the one writer of a root; `writing` is the version that it writes now, `settled` the steps of
+    the run that need no more work (see follow_lease.py). `started` and `namespace` tell a process from a later one of
+    the same number. A lease that was given back has `ttl_s` 0."""
 
     holder: str
     heartbeat: float
     ttl_s: float = TTL_S
     host: str = ""
     pid: int = 0
+    started: int = 0
+    namespace: str = ""
     writing: int | None = None
+    settled: tuple[int, ...] = ()
 
 
 class Pin(_Record):
