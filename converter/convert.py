@@ -1,63 +1,17 @@
-"""Checkpoint to version, the whole job: read metadata, plan, check, run, and publish by writing the manifest last.
-
-prepare() -> Job          metadata and config only: what `--dry-run` and `plan` show
-convert() -> Converted    the job carried out
-"""
+"""Checkpoint to version, the whole job: decide, run, and publish by writing the manifest last."""
 
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from importlib.metadata import version as package_version
+from dataclasses import dataclass
 from typing import Any
 
-from mtx2vllm.converter import compile as compiler
-from mtx2vllm.converter import hf_files
-from mtx2vllm.converter.errors import DifferenceError, InputError, UsageError
-from mtx2vllm.converter.infer import infer
-from mtx2vllm.converter.plan import Plan
-from mtx2vllm.converter.shards import ShardFile, layout
-from mtx2vllm.converter.source import Checkpoint, open_checkpoint
-from mtx2vllm.schemas.model import ConfigError, architecture_of, default_rope, model_of, schema_of
-from mtx2vllm.schemas.rules import Model, Schema
+from mtx2vllm.converter.errors import DifferenceError
+from mtx2vllm.converter.job import Job, Options, plan, prepare
+from mtx2vllm.converter.publish import Previous, Publisher
 
 Say = Callable[[str], None]
-CANONICAL_DIR = "canonical"  # below OUT, so that a stock loader finds no weights and fails loudly
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user chooses. Sizes in bytes."""
-
-    hf_config: str | None = None
-    base: str | None = None
-    layout: str = "canonical"
-    step: int | None = None
-    dtype: str = "bfloat16"
-    rope: str | None = None
-    text_only: bool = False
-    allow_uncommitted: bool = False
-    max_shard_size: int = 4 << 30
-    memory_budget: int = 1 << 30
-    workers: int | None = None
-    executor: str = "local"
-    ray_address: str | None = None
-    overwrite: bool = False
-    strict: bool = False
-
-
-@dataclass(frozen=True)
-class Job:
-    """A conversion that is decided and has not begun."""
-
-    checkpoint: Checkpoint
-    plan: Plan
-    shards: tuple[ShardFile, ...]
-    config: dict[str, Any] | None  # config.json to write
-    side: Mapping[str, str]  # further files -> where they are
-    notes: tuple[str, ...]  # what a user should know, one sentence each
-    options: Options
 
 
 @dataclass(frozen=True)
@@ -79,141 +33,6 @@ class Converted:
         """What `convert --json` prints."""
         shown = {k: getattr(self, k) for k in ("out", "layout", "family", "tensors", "bytes", "seconds", "peak_rss")}
         return {**shown, "step": self.step, "notes": list(self.notes), "nonfinite": dict(self.nonfinite)}
-
-
-def plan(
-    hf_config: str | Mapping[str, Any], *, layout: str = "canonical", scanned: bool = True, dtype: str = "bfloat16",
-    rope: str | None = None,
-) -> Plan:  # fmt: skip
-    """What a config will become: no checkpoint needed.
-
-    Args:
-        hf_config: a path, a Hub id, or config.json's content.
-        layout: `canonical` or `hf`.
-        scanned: plan for a checkpoint that stacks its layers.
-        dtype: of the weights written.
-        rope: `interleaved` or `half` for Llama.
-
-    Raises:
-        InputError: the config is missing, unknown or incomplete.
-    """
-    if isinstance(hf_config, str):
-        source = hf_files.find_config(hf_config, None)
-        config: Mapping[str, Any] = source.config if source else {}
-    else:
-        config = hf_config
-    schema, model = _described(config, rope)
-    leaves = compiler.predict(compiler.units(schema, model, scanned))
-    return compiler.compile_plan(
-        schema, model, leaves, layout=layout, scanned=scanned, dtype=dtype,
-        **_naming(config, schema, layout, base=None), conventions=_conventions(schema, model, rope, scanned),
-    )  # fmt: skip
-
-
-def prepare(checkpoint: str, options: Options) -> Job:
-    """Decide everything from metadata; no weight is read.
-
-    Raises:
-        InputError: anything about the checkpoint, the config, or how they fit; all problems at once.
-        UsageError: options that contradict each other.
-    """
-    if options.base and options.layout != "hf":
-        raise UsageError("--base belongs to --layout hf: a canonical version holds the text model only")
-    if options.text_only and options.base:
-        raise UsageError("--base wants the vision tower kept and --text-only wants it left out; choose one")
-    opened = open_checkpoint(checkpoint, options.step, options.allow_uncommitted)
-    if opened.custom.get("lora"):
-        raise InputError(
-            f"{checkpoint} holds LoRA adapters, not whole weights; merge them in MaxText and convert the result"
-        )
-    source = hf_files.find_config(options.hf_config or options.base, checkpoint)
-    notes: list[str] = []
-    if source is None:
-        schema, model, config = _inferred(checkpoint, opened, options, notes)
-    else:
-        config = source.config
-        schema, model = _described(config, options.rope)
-        notes.append(f"config: {source.where}")
-    scanned = compiler.is_scanned(schema, model, opened.leaves)
-    if schema.family == "llama":
-        notes.append(f"rotary convention: {_rope(model)} (choose with --rope; a checkpoint cannot tell)")
-    naming = _naming(config or {}, schema, options.layout, options.base)
-    made = compiler.compile_plan(
-        schema, model, opened.leaves, layout=options.layout, scanned=scanned, dtype=options.dtype,
-        text_only=options.text_only, conventions=_conventions(schema, model, options.rope, scanned), **naming,
-    )  # fmt: skip
-    made = replace(made, drops=(*opened.drops, *made.drops))
-    written: dict[str, Any] | None = None
-    changes: list[str] = []
-    if config is not None:
-        whole = options.layout == "canonical" or options.base is not None
-        dtype = _dominant(made)
-        written, changes = hf_files.written_config(config, schema, naming["architecture"], dtype, whole=whole)
-    notes += [f"config.json: {change}" for change in changes]
-    return Job(opened, made, _shards(made, options), written, hf_files.side_files(source), tuple(notes), options)
-
-
-def _described(config: Mapping[str, Any], rope: str | None) -> tuple[Schema, Model]:
-    try:
-        schema = schema_of(config)
-        return schema, model_of(config, schema, rope)
-    except ConfigError as error:
-        raise InputError(f"{error}; check --hf-config") from None
-
-
-def _inferred(
-    checkpoint: str, opened: Checkpoint, options: Options, notes: list[str]
-) -> tuple[Schema, Model, dict[str, Any] | None]:
-    if options.layout == "hf":
-        raise InputError(
-            f"no config.json was found in {checkpoint} or above it, and the hf layout needs one; pass --hf-config with a "
-            "Hugging Face config.json, a directory with one, or a Hub id"
-        )
-    schema, model = infer(opened.leaves)
-    notes.append(
-        f"no config.json was found: keys and shapes say {schema.family}; none is written, so the version cannot be served "
-        "cold (pass --hf-config to have one)"
-    )
-    return schema, model, None
-
-
-def _naming(config: Mapping[str, Any], schema: Schema, layout: str, base: str | None) -> dict[str, Any]:
-    """Architecture and prefix of what is written: canonical keeps the source's wrapper, hf writes the text model alone
-    unless a whole model is asked for."""
-    source = architecture_of(config, schema) if config else schema.text
-    if source == schema.wrapper and (layout == "canonical" or base):
-        return {"architecture": source, "prefix": schema.wrapper_prefix}
-    return {"architecture": schema.text if source == schema.wrapper else source, "prefix": None}
-
-
-def _rope(model: Model) -> str:
-    return "interleaved" if "interleaved" in model.flags else "half"
-
-
-def _conventions(schema: Schema, model: Model, rope: str | None, scanned: bool) -> dict[str, str]:
-    chosen = {"layers": "scanned" if scanned else "unscanned"}
-    if schema.family == "llama":
-        chosen["rope"] = _rope(model)
-        chosen["rope_chosen_by"] = (
-            "--rope" if rope else f"default for the config's rope type ({default_rope(model.config)})"
-        )
-    return chosen
-
-
-def _dominant(made: Plan) -> str:
-    """The dtype that most bytes have."""
-    sizes: dict[str, int] = {}
-    for tensor in made.tensors:
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(sizes, key=lambda d: sizes[d], default="bfloat16")
-
-
-def _shards(made: Plan, options: Options) -> tuple[ShardFile, ...]:
-    metadata = {"layout": options.layout, "tool": f"mtx2vllm {package_version('mtx2vllm')}"}
-    found = layout(made.tensors, options.max_shard_size, metadata)
-    if options.layout == "canonical":
-        return tuple(replace(shard, name=f"{CANONICAL_DIR}/{shard.name}") for shard in found)
-    return tuple(found)
 
 
 def convert(
@@ -242,11 +61,10 @@ def convert(
 
 
 def carry_out(
-    job: Job, checkpoint: str, out: str, *, say: Say, progress: Callable[[int, int], None] | None, started: float
-) -> Converted:
-    """Run a prepared job and publish it."""
-    from mtx2vllm.converter.publish import Publisher
-
+    job: Job, checkpoint: str, out: str, *, say: Say, progress: Callable[[int, int], None] | None, started: float,
+    previous: Previous | None = None,
+) -> Converted:  # fmt: skip
+    """Run a prepared job and publish it. `previous` is a version whose unchanged tensors are counted."""
     with Publisher(out, overwrite=job.options.overwrite) as publisher:
         results = publisher.run(job, progress)
         nonfinite = {job.plan.tensors[n].name: (r.nans, r.infs) for n, r in results.items() if r.nans or r.infs}
@@ -257,9 +75,9 @@ def carry_out(
                 f"{len(nonfinite)} tensors hold NaN or infinity ({', '.join(list(nonfinite)[:3])}); --strict publishes nothing. "
                 "The checkpoint itself holds them: look at the training run"
             )
-        publisher.publish(job, checkpoint, results)
+        publisher.publish(job, checkpoint, results, previous)
     return Converted(
-        out=out, layout=job.plan.layout, family=job.plan.family, tensors=len(job.plan.tensors), bytes=job.plan.nbytes,
+        out=out, layout=job.plan.layout, family=job.plan.family, tensors=len(job.plan.tensors) + len(job.copies.tensors), bytes=job.nbytes,
         seconds=round(time.monotonic() - started, 3), peak_rss=peak_rss(), step=job.checkpoint.step, notes=job.notes,
         nonfinite=nonfinite,
     )  # fmt: skip
@@ -269,3 +87,6 @@ def peak_rss() -> int:
     """The largest resident size of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+__all__ = ["Converted", "Options", "carry_out", "convert", "plan", "prepare"]

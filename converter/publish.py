@@ -6,23 +6,22 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
-from typing import TYPE_CHECKING
 
+from mtx2vllm.converter import base as bases
 from mtx2vllm.converter import claim as claims
 from mtx2vllm.converter import root as roots
 from mtx2vllm.converter.errors import InputError, LostRace
 from mtx2vllm.converter.execute import TensorResult, run
 from mtx2vllm.converter.hf_files import CONFIG, local_path
+from mtx2vllm.converter.job import Job
 from mtx2vllm.converter.shards import DTYPES, ShardFile
 from mtx2vllm.converter.source import open_leaf
 from mtx2vllm.converter.storage import RangeWriter, basename, join, parent, store_for
 from mtx2vllm.schemas import manifest as manifests
-from mtx2vllm.schemas.manifest import FileEntry, Manifest, Source, TensorEntry
-
-if TYPE_CHECKING:
-    from mtx2vllm.converter.convert import Job
+from mtx2vllm.schemas.manifest import FileEntry, Manifest, Source, TensorEntry, Unchanged
 
 INDEX = "model.safetensors.index.json"
+Previous = tuple[int, Manifest]  # a version of the same root, and its number
 
 
 class Publisher:
@@ -32,6 +31,7 @@ class Publisher:
         self.out, self.overwrite = out, overwrite
         self.store = store_for(out)
         self._claim = claims.Claim(out)
+        self._copied: dict[int, TensorResult] = {}
 
     def __enter__(self) -> "Publisher":
         if not self.overwrite:
@@ -47,10 +47,10 @@ class Publisher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._claim.__exit__(kind, error, trace)
 
-    def run(self, job: "Job", progress: Callable[[int, int], None] | None) -> dict[int, TensorResult]:
+    def run(self, job: Job, progress: Callable[[int, int], None] | None) -> dict[int, TensorResult]:
         """Write the shards."""
         self._claim.announce(_names(job))
-        total, done = sum(s.size for s in job.shards), 0
+        total, done = sum(s.size for s in (*job.shards, *job.copy_shards)), 0
 
         def count(n: int) -> None:
             nonlocal done
@@ -61,7 +61,7 @@ class Publisher:
         def sink(shard: ShardFile) -> RangeWriter:
             return self.store.writer(join(self.out, shard.name), shard.size)
 
-        return run(
+        results = run(
             job.plan,
             job.shards,
             lambda leaf: open_leaf(job.checkpoint, leaf),
@@ -70,9 +70,13 @@ class Publisher:
             workers=job.options.workers or os.cpu_count() or 1,
             progress=count,
         )
+        self._copied = bases.copy(job.copies, job.copy_shards, sink, count)
+        return results
 
-    def publish(self, job: "Job", checkpoint: str, results: Mapping[int, TensorResult]) -> Manifest:
-        """Write the side files, then the manifest.
+    def publish(
+        self, job: Job, checkpoint: str, results: Mapping[int, TensorResult], previous: Previous | None = None
+    ) -> Manifest:
+        """Write the side files, then the manifest. Tensors equal to those of `previous` are counted in it.
 
         Raises:
             LostRace: another writer has published meanwhile.
@@ -80,7 +84,9 @@ class Publisher:
         side = _side_bytes(job)
         for name, data in side.items():
             self.store.replace(join(self.out, name), data)
-        made = _manifest(job, checkpoint, results, side)
+        made = _manifest(job, checkpoint, _entries(job, results, self._copied), side)
+        if previous is not None:
+            made = made.model_copy(update={"unchanged": _unchanged(made, *previous)})
         try:
             self.store.create(join(self.out, manifests.NAME), made.dumps())
         except LostRace:
@@ -134,11 +140,11 @@ def _who(out: str) -> str:
     return f"{found.layout} of {found.source.uri}, written {found.created}"
 
 
-def _names(job: "Job") -> tuple[str, ...]:
-    return (*(s.name for s in job.shards), *_side_bytes(job, names_only=True))
+def _names(job: Job) -> tuple[str, ...]:
+    return (*(s.name for s in (*job.shards, *job.copy_shards)), *_side_bytes(job, names_only=True))
 
 
-def _side_bytes(job: "Job", names_only: bool = False) -> dict[str, bytes]:
+def _side_bytes(job: Job, names_only: bool = False) -> dict[str, bytes]:
     """Everything beside the shards, by name in the version directory."""
     folder = job.shards[0].name.rpartition("/")[0]
     side: dict[str, bytes] = {}
@@ -150,27 +156,46 @@ def _side_bytes(job: "Job", names_only: bool = False) -> dict[str, bytes]:
     return side
 
 
-def _index(job: "Job") -> bytes:
-    names = {n: s.name.rpartition("/")[2] for s in job.shards for n in s.offsets}
-    weights = {t.name: names[i] for i, t in enumerate(job.plan.tensors)}
-    total = {"total_size": job.plan.nbytes}
-    return json.dumps({"metadata": total, "weight_map": weights}, indent=2).encode() + b"\n"
+def _index(job: Job) -> bytes:
+    weights = {
+        tensors[number].name: shard.name.rpartition("/")[2]
+        for shards, tensors in ((job.shards, job.plan.tensors), (job.copy_shards, job.copies.tensors))
+        for shard in shards
+        for number in shard.offsets
+    }
+    content = {"metadata": {"total_size": job.nbytes}, "weight_map": dict(sorted(weights.items()))}
+    return json.dumps(content, indent=2).encode() + b"\n"
 
 
-def _manifest(job: "Job", checkpoint: str, results: Mapping[int, TensorResult], side: Mapping[str, bytes]) -> Manifest:
-    files = {s.name: FileEntry(size=s.size, digest=manifests.digest(s.header), shard=True) for s in job.shards}
+def _entries(
+    job: Job, results: Mapping[int, TensorResult], copied: Mapping[int, TensorResult]
+) -> dict[str, TensorEntry]:
+    written = ((job.shards, job.plan.tensors, results), (job.copy_shards, job.copies.tensors, copied))
+    return {
+        tensors[number].name: TensorEntry(
+            file=shard.name,
+            offset=offset,
+            dtype=DTYPES[tensors[number].dtype],
+            shape=tensors[number].shape,
+            blake3=digests[number].digest,
+        )
+        for shards, tensors, digests in written
+        for shard in shards
+        for number, offset in shard.offsets.items()
+    }
+
+
+def _unchanged(made: Manifest, version: int, before: Manifest) -> Unchanged:
+    old = {name: entry.blake3 for name, entry in before.tensors.items()}
+    return Unchanged(version=version, tensors=sum(old.get(n) == t.blake3 for n, t in made.tensors.items()))
+
+
+def _manifest(job: Job, checkpoint: str, tensors: dict[str, TensorEntry], side: Mapping[str, bytes]) -> Manifest:
+    files = {
+        s.name: FileEntry(size=s.size, digest=manifests.digest(s.header), shard=True)
+        for s in (*job.shards, *job.copy_shards)
+    }
     files |= {name: FileEntry(size=len(data), digest=manifests.digest(data)) for name, data in side.items()}
-    tensors = {}
-    for shard in job.shards:
-        for number, offset in shard.offsets.items():
-            tensor = job.plan.tensors[number]
-            tensors[tensor.name] = TensorEntry(
-                file=shard.name,
-                offset=offset,
-                dtype=DTYPES[tensor.dtype],
-                shape=tensor.shape,
-                blake3=results[number].digest,
-            )
     return Manifest(
         layout=job.plan.layout,
         family=job.plan.family,

@@ -5,7 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from mtx2vllm.converter.convert import Converted, Job
+from mtx2vllm.converter.convert import Converted
+from mtx2vllm.converter.job import Job
 from mtx2vllm.converter.plan import Plan
 from mtx2vllm.converter.verify import Verification
 
