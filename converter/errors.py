@@ -6,6 +6,7 @@
     │   ├── NotCommitted       a version without a manifest, or a checkpoint step without its commit marker
     │   ├── LostRace           another writer published first, or holds the lease
     │   └── StorageError       a permanent refusal of the store (403, 404, a bucket that does not exist)
+    │       └── StoreUnavailable   transient faults that outlasted every retry; a later run may succeed
     └── DifferenceError    4   verification, validation or --strict found a difference
 
 Each message is one clear sentence that names the thing, the likely cause and the remedy.
@@ -46,6 +47,10 @@ class LostRace(InputError):
 
 class StorageError(InputError):
     """The store refused for good; trying again will not help."""
+
+
+class StoreUnavailable(StorageError):
+    """The store failed again and again until the deadline; nothing says that it always will."""
 
 
 class DifferenceError(Mtx2vllmError):

@@ -8,6 +8,7 @@ Names that start with `LEFTOVER` are ours and temporary: a killed run leaves not
 """
 
 import functools
+import os
 import posixpath
 import re
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def store_for(location: str) -> Store:
     if location.startswith(GS):
         if not split_gs(location)[0]:
             raise InputError(f"{location!r} names no bucket: write gs://BUCKET/PATH.")
-        return _gs_store()
+        return _gs_store(os.environ.get("STORAGE_EMULATOR_HOST") or None)
     if location.startswith("gs:/"):
         raise InputError(f"{location!r} is neither a path nor a bucket: write gs:// with two slashes.")
     if _SCHEME.match(location):
@@ -126,11 +127,11 @@ def store_for(location: str) -> Store:
 
 
 @functools.cache
-def _gs_store() -> Store:
+def _gs_store(emulator: str | None) -> Store:
     # Imported here: a local conversion must not pay for Google's client libraries.
     from mtx2vllm.converter.gs import GsStore
 
-    return GsStore()
+    return GsStore(emulator)
 
 
 @functools.cache

@@ -1,0 +1,315 @@
+"""The store of gs:// objects. Every verb retries what may pass and says in one sentence what will not.
+
+A write carries a token in its metadata: when an answer is lost, the retry meets our own object, and only the token
+tells that from another writer's. Ranges cannot be checked by CRC-32C (the store knows that of whole objects): whole
+reads are, and ranges of a version are checked against its manifest by whoever asked for them.
+"""
+
+import contextlib
+import functools
+import io
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from google.api_core import exceptions as api
+
+from mtx2vllm.converter import crc32c, gs_http
+from mtx2vllm.converter.errors import LostRace, StorageError
+from mtx2vllm.converter.gs_http import TIMEOUT, Connection, faults
+from mtx2vllm.converter.gs_upload import GsRangeWriter, Uploads
+from mtx2vllm.converter.retry import Policy, Transient, retrying
+from mtx2vllm.converter.storage import GS, LEFTOVER, Entry, Stat, split_gs
+
+TOKEN = "mtx2vllm-write"  # key in an object's metadata
+SIMPLE = 8 << 20  # bytes; Google's client sends larger ones by resumable uploads
+_THREADS = 16  # uploads and deletions at a time
+_LISTING = "items(name,size,generation,updated),prefixes,nextPageToken"
+
+
+class GsStore:
+    """Objects of Google Cloud Storage, or of the emulator at `emulator`. See `Store` for the verbs."""
+
+    def __init__(self, emulator: str | None = None, policy: Policy | None = None) -> None:
+        self._emulator, self._policy = emulator, policy or Policy()
+        self._seen: set[str] = set()  # buckets known to exist
+
+    @functools.cached_property
+    def _connection(self) -> Connection:
+        with faults(GS):
+            return Connection(self._emulator)
+
+    @functools.cached_property
+    def _uploads(self) -> Uploads:
+        return Uploads(self._pool)
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_THREADS, thread_name_prefix="mtx2vllm-gs")
+
+    def _try[T](self, path: str, call: Callable[[], T]) -> T:
+        def guarded() -> T:
+            with faults(path, self._connection.anonymous):
+                return call()
+
+        return retrying(guarded, path, self._policy)
+
+    def _blob(self, path: str) -> Any:
+        bucket, key = split_gs(path)
+        if not key:
+            raise StorageError(f"{path} is a bucket, not an object.")
+        return self._connection.client.bucket(bucket).blob(key)
+
+    def stat(self, path: str) -> Stat | None:
+        """See `Store.stat`."""
+        if not split_gs(path)[1]:
+            return None
+        found = self._found(path)
+        return None if found is None else stat_of(found)
+
+    def _found(self, path: str) -> Any:
+        blob = self._blob(path)
+        try:
+            self._try(path, lambda: blob.reload(timeout=TIMEOUT, retry=None))
+        except api.NotFound:
+            self._require_bucket(path)
+            return None
+        return blob
+
+    def _require_bucket(self, path: str) -> None:
+        """A missing object and a missing bucket look the same; one listing a bucket tells them apart."""
+        bucket = split_gs(path)[0]
+        if bucket not in self._seen:
+            self._list(bucket, "", max_results=1)
+
+    def _list(self, bucket: str, prefix: str, **options: Any) -> tuple[list[Any], list[str]]:
+        """Objects whose keys start with `prefix`; with a delimiter, also the prefixes below it."""
+
+        def listing() -> tuple[list[Any], list[str]]:
+            found = self._connection.client.list_blobs(
+                bucket, prefix=prefix, fields=_LISTING, timeout=TIMEOUT, retry=None, **options
+            )
+            return list(found), sorted(found.prefixes)
+
+        path = f"{GS}{bucket}/{prefix}"
+        try:
+            listed = self._try(path, listing)
+        except api.NotFound as error:
+            raise StorageError(
+                f"{path}: the bucket {bucket!r} does not exist, or these credentials may not see it; check its name."
+            ) from error
+        self._seen.add(bucket)
+        return listed
+
+    def listdir(self, path: str) -> list[Entry]:
+        """See `Store.listdir`."""
+        bucket, prefix = _prefix(path)
+        blobs, prefixes = self._list(bucket, prefix, delimiter="/")
+        entries = [Entry(name, False, blob.size or 0) for blob in blobs if (name := blob.name[len(prefix) :])]
+        entries += [Entry(name, True, 0) for found in prefixes if (name := found[len(prefix) : -1])]
+        return sorted(entries, key=lambda entry: (entry.name, entry.is_dir))
+
+    def walk(self, path: str) -> Iterator[str]:
+        """See `Store.walk`. Placeholders of empty directories (names that end in '/') are no files."""
+        bucket, prefix = _prefix(path)
+        blobs, _ = self._list(bucket, prefix)
+        yield from (blob.name[len(prefix) :] for blob in blobs if not blob.name.endswith("/"))
+
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        """See `Store.read`."""
+        if length is not None:
+            out = bytearray(length)
+            self.read_into(path, start, memoryview(out))
+            return bytes(out)
+        return self._reading(path, lambda: self._whole(path, start))
+
+    def _whole(self, path: str, start: int) -> bytes:
+        try:
+            answer = self._connection.media(*split_gs(path), f"bytes={start}-" if start else None)
+        except api.RequestRangeNotSatisfiable:
+            return b""
+        out = bytearray(int(answer.headers.get("content-length", 0)))
+        done = gs_http.body_into(answer, memoryview(out))
+        if done < len(out):
+            raise Transient(f"the body broke off after {done} of {len(out)} bytes")
+        data, announced = bytes(out), None if start else gs_http.announced_checksum(answer)
+        if announced is not None and announced != gs_http.checksum(data):
+            raise Transient("the bytes do not match the object's crc32c")
+        return data
+
+    def read_into(self, path: str, start: int, out: memoryview) -> None:
+        """See `Store.read_into`. A transfer that breaks goes on where it broke, unless the object was replaced."""
+        view, done, generation = out.cast("B"), 0, ""
+
+        def attempt() -> None:
+            nonlocal done, generation
+            first, last = start + done, start + len(view) - 1
+            try:
+                answer = self._connection.media(*split_gs(path), f"bytes={first}-{last}")
+            except api.RequestRangeNotSatisfiable:
+                raise EOFError(f"{path} ends before byte {first}") from None
+            now = answer.headers.get("x-goog-generation", "")
+            if done and now != generation:
+                answer.close()
+                done = 0
+                raise Transient("the object was replaced while it was read")
+            generation = now
+            _require_range(path, answer.headers.get("content-range", ""), first, last)
+            done += gs_http.body_into(answer, view[done:])
+            if done < len(view):
+                raise Transient(f"the body broke off after {done} of {len(view)} bytes")
+
+        if len(view):
+            self._reading(path, attempt)
+        elif self.stat(path) is None:
+            raise FileNotFoundError(path)
+
+    def _reading[T](self, path: str, call: Callable[[], T]) -> T:
+        try:
+            return self._try(path, call)
+        except api.NotFound:
+            self._require_bucket(path)
+            raise FileNotFoundError(path) from None
+
+    def create(self, path: str, data: bytes) -> Stat:
+        """See `Store.create`."""
+        return self.put(path, data, 0)
+
+    def replace(self, path: str, data: bytes, generation: int | None = None) -> Stat:
+        """See `Store.replace`."""
+        return self.put(path, data, generation)
+
+    def put(self, path: str, data: bytes, generation: int | None) -> Stat:
+        """Write an object: by one request up to 8 MiB, beyond that by a resumable upload."""
+        expected = gs_http.checksum(data)
+        if len(data) > SIMPLE:
+            self._require(path, generation)
+
+        def upload(blob: Any) -> None:
+            blob.upload_from_file(
+                io.BytesIO(data),
+                size=len(data),
+                content_type="application/json" if path.endswith(".json") else "application/octet-stream",
+                if_generation_match=generation,
+                checksum="crc32c",
+                timeout=TIMEOUT,
+                retry=None,
+            )
+
+        return self._written(path, upload, expected)
+
+    def compose(self, path: str, parts: list[str], expected: int, generation: int | None) -> Stat:
+        """Make one object of at most 32 others of the same bucket, whose CRC-32C together is `expected`.
+
+        Raises:
+            LostRace: `generation` does not match, or a part is gone.
+        """
+        self._require(path, generation)
+        sources = [self._blob(part) for part in parts]
+
+        def join(blob: Any) -> None:
+            blob.compose(sources, if_generation_match=generation, timeout=TIMEOUT, retry=None)
+
+        return self._written(path, join, expected)
+
+    def _require(self, path: str, generation: int | None) -> None:
+        """Look before writing as well: the emulator ignores preconditions of all but simple uploads."""
+        if generation is not None and (found := self.stat(path)) and found.generation != generation:
+            raise lost(path)
+
+    def _written(self, path: str, write: Callable[[Any], None], expected: int) -> Stat:
+        token = secrets.token_hex(8)
+
+        def attempt() -> Stat:
+            blob = self._blob(path)
+            blob.metadata = {TOKEN: token}
+            write(blob)
+            return self._checked(path, blob, expected)
+
+        try:
+            return self._try(path, attempt)
+        except api.PreconditionFailed:
+            found = self._found(path)
+            if found is None or (found.metadata or {}).get(TOKEN) != token:
+                raise lost(path) from None
+            return self._checked(path, found, expected)
+        except api.NotFound:
+            self._require_bucket(path)
+            raise LostRace(f"{path}: its parts are gone; another run into the same directory has cleaned up.") from None
+
+    def _checked(self, path: str, blob: Any, expected: int) -> Stat:
+        if blob.crc32c is not None and crc32c.decoded(blob.crc32c) != expected:
+            blob.delete(if_generation_match=blob.generation, timeout=TIMEOUT, retry=None)
+            raise Transient(f"the store holds other bytes than were sent (crc32c of {path})")
+        return stat_of(blob)
+
+    def delete(self, path: str, generation: int | None = None) -> None:
+        """See `Store.delete`."""
+        blob = self._blob(path)
+        self._require(path, generation)
+        try:
+            self._try(path, lambda: blob.delete(if_generation_match=generation, timeout=TIMEOUT, retry=None))
+        except api.NotFound:
+            self._require_bucket(path)
+        except api.PreconditionFailed:
+            raise lost(path) from None
+
+    def delete_all(self, path: str) -> int:
+        """See `Store.delete_all`."""
+        bucket, prefix = _prefix(path)
+        blobs, _ = self._list(bucket, prefix)
+        return self._delete_many(blobs)
+
+    def clean_leftovers(self, path: str) -> int:
+        """See `Store.clean_leftovers`."""
+        bucket, prefix = _prefix(path)
+        blobs, _ = self._list(bucket, prefix)
+        return self._delete_many([blob for blob in blobs if f"/{LEFTOVER}" in f"/{blob.name[len(prefix) :]}"])
+
+    def _delete_many(self, blobs: list[Any]) -> int:
+        def delete(blob: Any) -> None:
+            with contextlib.suppress(api.NotFound):
+                path = f"{GS}{blob.bucket.name}/{blob.name}"
+                self._try(path, lambda: blob.delete(timeout=TIMEOUT, retry=None))
+
+        return len(list(self._pool.map(delete, blobs)))
+
+    def writer(self, path: str, size: int) -> GsRangeWriter:
+        """See `Store.writer`. Parts go up while they are written; they are composed at the end."""
+        self.delete(path)
+        return GsRangeWriter(self, self._uploads, path, size)
+
+    def kvstore(self, path: str) -> dict[str, Any]:
+        """See `Store.kvstore`."""
+        gs_http.point_tensorstore_at(self._emulator)
+        bucket, prefix = _prefix(path)
+        return {"driver": "gcs", "bucket": bucket, "path": prefix}
+
+    def local(self, path: str) -> str | None:  # noqa: ARG002
+        """See `Store.local`."""
+        return None
+
+
+def stat_of(blob: Any) -> Stat:
+    """What the store says of an object."""
+    return Stat(blob.size or 0, int(blob.generation), blob.updated.timestamp() if blob.updated else 0.0)
+
+
+def lost(path: str) -> LostRace:
+    """The refusal of a precondition."""
+    return LostRace(f"{path} exists already or was changed meanwhile: another writer was first; ours was not written.")
+
+
+def _prefix(path: str) -> tuple[str, str]:
+    bucket, key = split_gs(path)
+    return bucket, f"{key}/" if key else ""
+
+
+def _require_range(path: str, content_range: str, first: int, last: int) -> None:
+    """`bytes 2-4/10` must be the range that was asked for; a store cuts it silently at the object's end."""
+    span, _, total = content_range.removeprefix("bytes ").partition("/")
+    if total.isdecimal() and int(total) <= last:
+        raise EOFError(f"{path} has {total} bytes, {last + 1} were expected")
+    if span != f"{first}-{last}":
+        raise Transient(f"another range was answered than asked for: {content_range!r}, not {first}-{last}")

@@ -1,0 +1,48 @@
+"""Trying again: exponential back-off with jitter, until a deadline."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mtx2vllm.converter.errors import StoreUnavailable
+
+
+class Transient(Exception):
+    """A fault that may pass. The text says what was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How long and how eagerly to try again, in seconds. The delay doubles from `first` up to `longest`."""
+
+    first: float = 0.2
+    longest: float = 15.0
+    deadline: float = 180.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    chance: Callable[[], float] = random.random  # in [0, 1)
+
+
+def retrying[T](call: Callable[[], T], what: str, policy: Policy) -> T:
+    """The result of `call`, called again after every `Transient`.
+
+    Raises:
+        StoreUnavailable: the deadline would pass before the next attempt; `what` and the last fault are named.
+    """
+    begun, delay, attempts = policy.clock(), policy.first, 0
+    while True:
+        try:
+            return call()
+        except Transient as fault:
+            attempts += 1
+            # Half of the delay is fixed, half is chance: many readers that failed together do not come back together.
+            pause = delay * (0.5 + policy.chance() / 2)
+            spent = policy.clock() - begun
+            if spent + pause > policy.deadline:
+                raise StoreUnavailable(
+                    f"{what}: the store gave no good answer in {attempts} attempts over {spent:.0f} s "
+                    f"(last: {fault}); check the network and the store's status, then run again."
+                ) from fault
+            policy.sleep(pause)
+            delay = min(delay * 2, policy.longest)
