@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtx2vllm.schemas.rules import Rule, Value
+from mtx2vllm.schemas.rules import ConfigError, Rule, Value
 
 NORM_MINUS_ONE = Value("add", lambda _: -1.0)  # MaxText's Gemma norms hold 1 + w
 # MaxText folds 1/sqrt(head_dim) into the query's kernel.
@@ -132,5 +132,7 @@ def tied(config: Mapping[str, Any]) -> frozenset[str]:
 
 def halves(sizes: dict[str, int], _: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """The axes of an interleaved rotary head."""
+    if sizes["head_dim"] % 2:
+        raise ConfigError(f"head_dim is {sizes['head_dim']}, and a rotary head needs an even one")
     sizes.update(half=sizes["head_dim"] // 2, two=2)
     return {}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mtx2vllm.schemas import blocks
-from mtx2vllm.schemas.rules import Model, Rule, Schema, Stack, stack
+from mtx2vllm.schemas.rules import ConfigError, Model, Rule, Schema, Stack, need, stack
 
 _MLA = (
     *blocks.PRE_POST_NORMS,
@@ -29,7 +29,9 @@ _MOE = (
 
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
-    dense = int(model.config["first_k_dense_replace"])
+    dense = need(model.config, "first_k_dense_replace", 0)
+    if dense > model.layers:
+        raise ConfigError(f"first_k_dense_replace is {dense}, more than num_hidden_layers ({model.layers})")
     moe = np.arange(model.layers - dense)
     return (
         stack("decoder.dense_layers", "decoder.dense_layers_{}", np.arange(dense), (*_MLA, *blocks.mlp())),
@@ -38,11 +40,12 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
 
 
 def _derive(sizes: dict[str, int], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    nope, rope = need(config, "qk_nope_head_dim"), need(config, "qk_rope_head_dim")
     sizes.update(
-        qk=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
-        kv_a=config["kv_lora_rank"] + config["qk_rope_head_dim"],
-        kv=config["qk_nope_head_dim"] + config["v_head_dim"],
-        shared_ffn=config["moe_intermediate_size"] * config["n_shared_experts"],
+        qk=nope + rope,
+        kv_a=sizes["kv_rank"] + rope,
+        kv=nope + sizes["v"],
+        shared_ffn=sizes["expert_ffn"] * need(config, "n_shared_experts"),
     )
     return {}
 

@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 
 from mtx2vllm.schemas import blocks
-from mtx2vllm.schemas.rules import Model, Rule, Schema, Stack, Value, cycle, stack
+from mtx2vllm.schemas.rules import (
+    ConfigError,
+    Model,
+    Rule,
+    Schema,
+    Stack,
+    Value,
+    cycle,
+    expect_pattern,
+    need,
+    stack,
+)
 
 _MINUS = blocks.NORM_MINUS_ONE
 
@@ -29,7 +40,17 @@ def _norms(value: Value | None, suffix: str = "") -> tuple[Rule, ...]:
 _GEMMA2_QUERY = Value("multiply", lambda model: sqrt(model.config["query_pre_attn_scalar"]))
 
 
+def _gemma2_derive(_: dict[str, int], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    expect_pattern(config, ("sliding_attention", "full_attention"), "MaxText's pairs of layers")
+    scalar = config.get("query_pre_attn_scalar")
+    if isinstance(scalar, bool) or not isinstance(scalar, int | float) or not 0 < scalar < float("inf"):
+        raise ConfigError(f"query_pre_attn_scalar is {scalar!r:.80}, where a positive number was expected")
+    return {}
+
+
 def _gemma2_stacks(model: Model) -> tuple[Stack, ...]:
+    if model.layers % 2:
+        raise ConfigError(f"num_hidden_layers is {model.layers}, and MaxText's Gemma 2 has its layers in pairs")
     pairs = np.arange(model.layers // 2)
     return tuple(
         stack(
@@ -53,11 +74,20 @@ GEMMA2 = Schema(
     text="Gemma2ForCausalLM",
     model_type="gemma2",
     sizes=blocks.DENSE_SIZES,
+    derive=_gemma2_derive,
     stacks=_gemma2_stacks,
     top=blocks.top(blocks.EMBED_SCALE, _MINUS, head=False),
     flags=lambda _: frozenset({"tied"}),
     ambiguous="Gemma 2's query_pre_attn_scalar stands in its config alone",
 )
+
+_FIVE_TO_ONE = (*["sliding_attention"] * 5, "full_attention")
+
+
+def _gemma3_derive(_: dict[str, int], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    expect_pattern(config, _FIVE_TO_ONE, "MaxText's cycle of 6 layers")
+    return {}
+
 
 GEMMA3 = Schema(
     family="gemma3",
@@ -66,6 +96,7 @@ GEMMA3 = Schema(
     wrapper="Gemma3ForConditionalGeneration",
     model_type="gemma3_text",
     sizes=blocks.DENSE_SIZES,
+    derive=_gemma3_derive,
     stacks=cycle(lambda *_: (*_norms(_MINUS), *blocks.attention(), *blocks.qk_norm(value=_MINUS), *blocks.mlp()), 6),
     top=blocks.top(blocks.EMBED_SCALE_BF16, _MINUS, head=False),
     flags=lambda _: frozenset({"tied"}),
@@ -137,18 +168,20 @@ def _gemma4_flags(config: Mapping[str, Any]) -> frozenset[str]:
 def _gemma4_derive(sizes: dict[str, int], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Full-attention layers have their own head size and KV heads: in `per_layer_config` (keyed by layer number) as
     recent transformers write it, or in `global_head_dim` and `num_global_key_value_heads`."""
+    expect_pattern(config, _FIVE_TO_ONE, "MaxText's cycle of 6 layers")
     layers = list(dict(config.get("per_layer_config") or {}).values())
-    own = layers[0] if layers else {}
-    k_eq_v = config.get("attention_k_eq_v")
+    own = {key: value for key, value in (layers[0] if layers else {}).items() if value is not None}
+    if config.get("global_head_dim") is not None:
+        own.setdefault("head_dim", config["global_head_dim"])
+    if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
+        own.setdefault("num_key_value_heads", config["num_global_key_value_heads"])
     sizes.update(
         one=1,
-        global_head_dim=own.get("head_dim") or config.get("global_head_dim") or sizes["head_dim"],
-        global_kv_heads=own.get("num_key_value_heads")
-        or (config.get("num_global_key_value_heads") if k_eq_v else None)
-        or sizes["kv_heads"],
+        global_head_dim=need(own, "head_dim") if "head_dim" in own else sizes["head_dim"],
+        global_kv_heads=need(own, "num_key_value_heads") if "num_key_value_heads" in own else sizes["kv_heads"],
     )
     if config.get("enable_moe_block"):
-        sizes.update(expert=config["num_experts"], expert_ffn=config["moe_intermediate_size"])
+        sizes.update(expert=need(config, "num_experts"), expert_ffn=need(config, "moe_intermediate_size"))
     return {}
 
 

@@ -1,7 +1,10 @@
 """gpt-oss: biases everywhere, attention sinks, and experts whose gate and up columns alternate."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from mtx2vllm.schemas import blocks
-from mtx2vllm.schemas.rules import Rule, Schema, cycle
+from mtx2vllm.schemas.rules import Rule, Schema, cycle, expect_pattern
 
 _A, _M = "GptOssAttention", "GptOssMlp"
 
@@ -25,12 +28,19 @@ _LAYER = (
     Rule(f"{_M}.wo_bias", "mlp.experts.down_proj_bias", "expert embed -> expert embed"),
 )
 
+
+def _derive(_: dict[str, int], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    expect_pattern(config, ("sliding_attention", "full_attention"), "MaxText's pairs of layers")
+    return {}
+
+
 GPT_OSS = Schema(
     family="gpt_oss",
     architectures=("GptOssForCausalLM",),
     text="GptOssForCausalLM",
     model_type="gpt_oss",
     sizes={**blocks.DENSE_SIZES, "expert": "num_local_experts|num_experts"},
+    derive=_derive,
     stacks=cycle(lambda *_: _LAYER, 2),
     top=blocks.top(),
     flags=blocks.tied,

@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any
 
 from mtx2vllm.schemas import blocks
-from mtx2vllm.schemas.rules import Model, Rule, Schema, cycle, plain
+from mtx2vllm.schemas.rules import ConfigError, Model, Rule, Schema, cycle, need, plain
 
 INTERLEAVED = "interleaved"
 _ATTENTION = (*blocks.PRE_POST_NORMS, *blocks.attention(query=blocks.QUERY_SCALE, interleaved=INTERLEAVED))
@@ -72,7 +72,11 @@ _LLAMA4_MOE = (
 
 
 def _llama4_step(config: Mapping[str, Any]) -> int:
-    return int(config.get("interleave_moe_layer_step") or 1)
+    step = need({"interleave_moe_layer_step": 1} | dict(config), "interleave_moe_layer_step")
+    listed = config.get("moe_layers")
+    if isinstance(listed, list) and any((n + 1) % step for n in listed):
+        raise ConfigError(f"moe_layers {listed!r:.80} do not follow interleave_moe_layer_step {step}")
+    return step
 
 
 def _llama4_rules(model: Model, layer: int) -> tuple[Rule, ...]:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtx2vllm.schemas import FAMILIES, SCHEMAS
-from mtx2vllm.schemas.rules import Model, Schema
+from mtx2vllm.schemas.rules import ConfigError, Model, Schema
 
-
-class ConfigError(ValueError):
-    """The config is unknown or lacks something; the message is one sentence."""
+# Far above any model, and far below what would exhaust the memory while planning.
+_MOST = {"layers": 4096, "expert": 1 << 16}
+_MOST_ELSE = 1 << 32
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def schema_of(config: Mapping[str, Any]) -> Schema:
     Raises:
         ConfigError: none is known.
     """
-    names = list(config.get("architectures") or ())
+    names = _architectures(config)
     for name in names:
         if name in SCHEMAS:
             return SCHEMAS[name]
@@ -38,20 +38,27 @@ def schema_of(config: Mapping[str, Any]) -> Schema:
             if kind in {schema.model_type.removesuffix("_text"), "mistral" if schema.family == "llama" else None}:
                 return schema
     known = ", ".join(sorted({schema.family for schema in FAMILIES}))
-    raise ConfigError(
-        f"config.json describes {names[0] if names else f'model type {kind!r}'}, which is not one of the supported "
-        f"families ({known})"
-    )
+    if not names and not kind:
+        raise ConfigError(f"it has neither architectures nor model_type, so no family can be told (known: {known})")
+    what = names[0] if names else f"model type {kind!r}"
+    raise ConfigError(f"it describes {what}, which is not one of the supported families ({known})")
 
 
 def architecture_of(config: Mapping[str, Any], schema: Schema) -> str:
     """The architecture that a config names, or the one that its model type stands for."""
-    for name in config.get("architectures") or ():
+    for name in _architectures(config):
         if name in schema.architectures:
-            return str(name)
+            return name
     if "text_config" in config and schema.wrapper:
         return schema.wrapper
     return "MistralForCausalLM" if config.get("model_type") == "mistral" else schema.text
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    if isinstance(names, str):
+        return [names]
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def model_of(config: Mapping[str, Any], schema: Schema, rope: str | None = None) -> Model:
@@ -73,24 +80,33 @@ def model_of(config: Mapping[str, Any], schema: Schema, rope: str | None = None)
         found = next((k for k in keys.split("|") if text.get(k) is not None), None)
         value = text.get(found) if found else _default(axis, text)
         origin[axis] = found or keys.split("|")[0]
-        if not isinstance(value, int) or value <= 0:
-            bad.append(f"{origin[axis]} is {value!r}" if found else f"{origin[axis]} is missing")
+        most = _MOST.get(axis, _MOST_ELSE)
+        if value is None:
+            bad.append(f"{origin[axis]} is missing")
+        elif type(value) is not int or value <= 0 or value > most:
+            bad.append(f"{origin[axis]} is {value!r:.80}, where a whole number from 1 to {most} was expected")
         else:
             sizes[axis] = value
-    bad += [f"{key} is not supported" for key in _unsupported(text)]
+    bad += [f"{key} is not supported" for key in _unsupported(text, schema)]
     if bad:
-        raise ConfigError(
-            f"config.json does not describe a {schema.family} model that can be converted: {'; '.join(bad)}"
-        )
+        raise ConfigError(_misfit(schema, bad))
     layers = sizes.pop("layers")
     try:
         parts = schema.derive(sizes, text) if schema.derive else {}
         flags = set(schema.flags(text))
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"config.json lacks {error} which {schema.family} needs") from None
-    if schema.family == "llama" and (rope or default_rope(text)) == "interleaved":
-        flags.add("interleaved")
-    return Model(sizes, frozenset(flags), layers, text, parts, origin)
+        if schema.family == "llama" and (rope or default_rope(text)) == "interleaved":
+            flags.add("interleaved")
+        model = Model(sizes, frozenset(flags), layers, text, parts, origin)
+        schema.stacks(model)
+    except ConfigError as error:
+        raise ConfigError(_misfit(schema, [str(error)])) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(_misfit(schema, [f"{error} (missing, or not of the type that was expected)"])) from None
+    return model
+
+
+def _misfit(schema: Schema, bad: list[str]) -> str:
+    return f"it does not describe a {schema.family} model that can be converted: {'; '.join(bad)}"
 
 
 def default_rope(text: Mapping[str, Any]) -> str:
@@ -102,22 +118,21 @@ def default_rope(text: Mapping[str, Any]) -> str:
 
 def _default(axis: str, text: Mapping[str, Any]) -> int | None:
     heads, embed = text.get("num_attention_heads"), text.get("hidden_size")
+    if type(heads) is not int or heads <= 0:
+        return None
     if axis == "kv_heads":
         return heads
-    if axis == "head_dim" and isinstance(heads, int) and isinstance(embed, int) and heads > 0:
+    if axis == "head_dim" and type(embed) is int:
         return embed // heads
     return None
 
 
-def _unsupported(text: Mapping[str, Any]) -> list[str]:
+_BIASED = {"gpt_oss", "qwen2"}  # their tables hold attention biases
+_PLAIN = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "decoder_sparse_step": 1, "moe_layer_freq": 1}
+
+
+def _unsupported(text: Mapping[str, Any], schema: Schema) -> list[str]:
     """Variants of known families that MaxText's trees here do not cover; better refused than guessed."""
-    checks = {
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "decoder_sparse_step": 1,
-        "moe_layer_freq": 1,
-    }
-    found = [f"{key}={text[key]}" for key, plain in checks.items() if text.get(key) not in (None, plain)]
-    if text.get("mlp_only_layers"):
-        found.append(f"mlp_only_layers={text['mlp_only_layers']}")
-    return found
+    found = [f"{key}={text[key]!r:.80}" for key, plain in _PLAIN.items() if text.get(key) not in (None, plain)]
+    unwanted = ["mlp_only_layers", "mlp_bias", *(() if schema.family in _BIASED else ("attention_bias", "qkv_bias"))]
+    return found + [f"{key}={text[key]!r:.80}" for key in unwanted if text.get(key)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtx2vllm.schemas import blocks
-from mtx2vllm.schemas.rules import Schema, cycle
+from mtx2vllm.schemas.rules import Schema, cycle, expect_pattern
 
 _LAYER = (
     *blocks.attention("attention"),
@@ -16,7 +16,8 @@ _LAYER = (
 )
 
 
-def _derive(sizes: dict[str, int], _: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def _derive(sizes: dict[str, int], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    expect_pattern(config, (*["sliding_attention"] * 3, "full_attention"), "MaxText's cycle of 4 layers")
     sizes.update(width=sizes["heads"] * sizes["head_dim"], kv_width=sizes["kv_heads"] * sizes["head_dim"])
     return {}
 

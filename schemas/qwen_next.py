@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mtx2vllm.schemas import blocks
-from mtx2vllm.schemas.rules import Model, Rule, Schema, Stack, cycle, stack
+from mtx2vllm.schemas.rules import ConfigError, Model, Rule, Schema, Stack, cycle, expect_pattern, stack
 
 CYCLE = 4
 
@@ -74,8 +74,13 @@ _SIZES = {
 }
 
 
-def _derive(sizes: dict[str, int], _: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def _derive(sizes: dict[str, int], config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    expect_pattern(config, (*["linear_attention"] * (CYCLE - 1), "full_attention"), "MaxText's cycle of 4 layers")
+    if (interval := config.get("full_attention_interval")) not in (None, CYCLE):
+        raise ConfigError(f"full_attention_interval is {interval!r}, and MaxText's cycle has {CYCLE} layers")
     nk, nv, dk, dv = (sizes[a] for a in ("nk", "nv", "dk", "dv"))
+    if nv % nk:
+        raise ConfigError(f"linear_num_value_heads ({nv}) is no multiple of linear_num_key_heads ({nk})")
     r = nv // nk
     sizes.update(
         one=1,

@@ -10,7 +10,7 @@ axes, outermost first. An axis that stands on the left only is an index in the t
 has `{expert}`). Layer axes never appear: `Stack` says where a layer lies, scanned or not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Dims = tuple[tuple[str, ...], ...]
+
+
+class ConfigError(ValueError):
+    """The config is unknown, lacks something or asks for what no table covers; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,37 @@ def stack(scanned: str, unscanned: str, layers: Any, rules: tuple[Rule, ...], nu
     """A stack; `numbers` defaults to the Hugging Face layer numbers."""
     array = np.asarray(layers, np.int64)
     return Stack(scanned, unscanned, array, array if numbers is None else np.asarray(numbers, np.int64), rules)
+
+
+def need(config: Mapping[str, Any], key: str, least: int = 1) -> int:
+    """A whole number that a config must hold.
+
+    Raises:
+        ConfigError: it is missing, no whole number, or below `least`.
+    """
+    value = config.get(key)
+    if type(value) is not int or value < least:
+        found = (
+            "is missing" if value is None else f"is {value!r}, where a whole number of at least {least} was expected"
+        )
+        raise ConfigError(f"{key} {found}")
+    return value
+
+
+def expect_pattern(config: Mapping[str, Any], pattern: Sequence[str], why: str) -> None:
+    """Refuse a config whose kinds of layers do not repeat as MaxText builds them: the wrong rules would be applied.
+
+    Raises:
+        ConfigError: names the first layer that is of another kind.
+    """
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):
+        return
+    for number, kind in enumerate(kinds):
+        if kind != (wanted := pattern[number % len(pattern)]):
+            raise ConfigError(
+                f"layer_types[{number}] is {kind!r}, and {why} makes it {wanted!r}; no other order is supported"
+            )
 
 
 def plain(rules: tuple[Rule, ...]) -> Callable[[Model], tuple[Stack, ...]]:
