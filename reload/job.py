@@ -26,9 +26,7 @@ class Job(BaseModel):
     location: str
     digest: str
     items: list[Item]
-    parent: int
-    memory: int | None = None  # file descriptor
-    memory_size: int = 0
+    memory_size: int = 0  # of the shared memory that comes with the job, if any
     cache_dir: str | None = None
     cache_size: int = 0
     keep: list[str] = []  # cached keys that the engine may still need

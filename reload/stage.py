@@ -2,60 +2,32 @@
 
 The work is done by a process of its own (`stage_worker`); this side starts it, listens, and maps what it has read:
 files of a local disk as they are (only hashed by then, and in the page cache), everything else from shared memory or
-the cache. Nothing is copied, and nothing runs under the engine's GIL but this bookkeeping.
+the cache. Nothing runs under the engine's GIL but this bookkeeping.
 """
 
 import json
-import mmap
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mtx2vllm.converter.pieces import DTYPES
-from mtx2vllm.converter.storage import join, store_for
+from mtx2vllm.converter.storage import store_for
 from mtx2vllm.reload.job import Item, Job
 from mtx2vllm.reload.match import Target
+from mtx2vllm.reload.staged import Staged, StageFailed, Version, open_staged
 from mtx2vllm.reload.watch import is_silent
-from mtx2vllm.schemas.manifest import Manifest
 
 _ALIGNMENT = 4096  # of tensors in shared memory: whole pages go to the device fastest
 _SILENCE_S = 300.0  # a worker that reads nothing for so long hangs in a mount
 _TICK_S = 0.2
-_POPULATE_READ = 22  # madvise, Linux 5.14: fault the pages in now, not during the pause
-_STRIDE = 32 << 20
 # The worker allocates chunks over and over: keep freed memory instead of faulting fresh pages in each time.
 _MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_ARENA_MAX": "1"}
-
-Identity = tuple[int, ...]
-
-
-class StageFailed(Exception):
-    """Nothing was staged. `reason` is one word for the metrics (`invalid`: the version's fault, for good)."""
-
-    def __init__(self, reason: str, problems: list[str]) -> None:
-        self.reason, self.problems = reason, problems
-        super().__init__("\n".join(problems))
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A committed version, as far as its manifest says. `step` is the number that the engine will carry."""
-
-    step: int
-    location: str
-    digest: str
-    manifest: Manifest
-    published: float = 0.0  # when the manifest was written, by the store's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,67 +39,94 @@ class Options:
     screen: bool = False
 
 
-@dataclass(frozen=True)
-class Staged:
-    """Arrays by the engine's names, read-only, backed by maps that live as long as they do."""
+class Stager:
+    """The staging process, kept from one version to the next. One job at a time; `close` ends it."""
 
-    weights: Mapping[str, NDArray[Any]]
-    nbytes: int
-    verify_s: float  # until sizes and headers were checked
-    stage_s: float  # the rest
-    keys: frozenset[str] = frozenset()  # cached
-    files: Mapping[str, Identity] = field(default_factory=dict)
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+        self._jobs: socket.socket | None = None
 
-    def check(self) -> None:
-        """Right before a swap: what was hashed is what is mapped.
+    def start(self) -> None:
+        """Start the process, so that the first version does not wait for it. Does nothing where it runs."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "mtx2vllm.reload.stage_worker"]
+        try:
+            self._process = subprocess.Popen(  # noqa: S603  (our own module)
+                command, stdin=theirs.fileno(), stdout=subprocess.PIPE, env={**os.environ, **_MALLOC}
+            )
+        except OSError as error:
+            ours.close()
+            raise StageFailed("internal", [f"the staging process could not be started: {error}."]) from None
+        finally:
+            theirs.close()
+        ours.settimeout(_SILENCE_S)
+        self._jobs = ours
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        process, self._process = self._process, None
+        if self._jobs is not None:
+            self._jobs.close()
+            self._jobs = None
+        if process is not None:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def stage(
+        self,
+        version: Version,
+        targets: Mapping[str, Target],
+        cancelled: Callable[[], bool] = lambda: False,
+        keep: Collection[str] = (),
+    ) -> Staged:
+        """Verify and read `targets` of a version. `keep`: cached keys not to remove for it.
 
         Raises:
-            StageFailed: a file was replaced or written to.
+            StageFailed: with the reason and whole sentences.
         """
-        touched = [path for path, identity in self.files.items() if _identity(path) not in {identity, None}]
-        if touched:
-            raise StageFailed("changed", [f"{touched[0]} was written to after it was staged; versions are immutable."])
-
-
-def _identity(path: str) -> Identity | None:
-    try:
-        found = Path(path).stat()
-    except OSError:
-        return None  # unlinked: the map keeps the bytes
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def stage(
-    version: Version,
-    targets: Mapping[str, Target],
-    options: Options,
-    cancelled: Callable[[], bool] = lambda: False,
-    keep: Collection[str] = (),
-) -> Staged:
-    """Verify and read `targets` of a version. `keep`: cached keys not to remove for it.
-
-    Raises:
-        StageFailed: with the reason and whole sentences.
-    """
-    if not targets:
-        return Staged({}, 0, 0.0, 0.0)
-    items, size = _items(version, targets, options)
-    memory = _memory(size)
-    job = Job(
-        location=version.location, digest=version.digest, items=items, parent=os.getpid(), memory=memory,
-        memory_size=size, cache_dir=options.cache_dir, cache_size=options.cache_size, keep=sorted(keep),
-        screen=options.screen,
-    )  # fmt: skip
-    try:
+        if not targets:
+            return Staged({}, 0, 0.0, 0.0)
+        items, size = _items(version, targets, self._options.cache_dir)
+        job = Job(
+            location=version.location, digest=version.digest, items=items, memory_size=size, keep=sorted(keep),
+            cache_dir=self._options.cache_dir, cache_size=self._options.cache_size, screen=self._options.screen,
+        )  # fmt: skip
         begun = time.monotonic()
-        done, verified = _work(job, cancelled)
-        staged = _open(version, targets, items, done, (memory, size))
-    finally:
-        if memory is not None:
-            os.close(memory)
-    total = sum(target.nbytes for target in targets.values())
-    cached = frozenset(item.key for item in items if item.where == "cache")
-    return Staged(staged[0], total, verified - begun, time.monotonic() - verified, cached, staged[1])
+        memory = _memory(size)
+        try:
+            done, verified = self._run(job, memory, cancelled)
+            weights, files = open_staged(version, targets, items, done, None if memory is None else (memory, size))
+        finally:
+            if memory is not None:
+                os.close(memory)
+        total = sum(target.nbytes for target in targets.values())
+        cached = frozenset(item.key for item in items if item.where == "cache")
+        return Staged(weights, total, verified - begun, time.monotonic() - verified, cached, files)
+
+    def _run(self, job: Job, memory: int | None, cancelled: Callable[[], bool]) -> tuple[dict[str, Any], float]:
+        """Send a job and listen; what it reports, and when the headers were checked. A process that was given up, or
+        has failed in an unforeseen way, is not used again."""
+        self.start()
+        try:
+            if self._jobs is None or self._process is None:
+                raise OSError("no staging process")
+            text = job.model_dump_json().encode()
+            socket.send_fds(self._jobs, [len(text).to_bytes(8, "little")], [] if memory is None else [memory])
+            self._jobs.sendall(text)
+            return _listen(self._process, cancelled)
+        except OSError as error:
+            self.close()
+            raise StageFailed("internal", [f"the staging process ended: {error}."]) from None
+        except StageFailed as error:
+            if error.reason in {"cancelled", "internal", "storage"}:
+                self.close()
+            raise
 
 
 def _memory(size: int) -> int | None:
@@ -146,7 +145,7 @@ def mappable(location: str) -> bool:
     return local is not None and not is_silent(local)
 
 
-def _items(version: Version, targets: Mapping[str, Target], options: Options) -> tuple[list[Item], int]:
+def _items(version: Version, targets: Mapping[str, Target], cache_dir: str | None) -> tuple[list[Item], int]:
     """What the worker is to do, and how much shared memory that takes."""
     local, items, size = mappable(version.location), [], 0
     for target in targets.values():
@@ -156,36 +155,13 @@ def _items(version: Version, targets: Mapping[str, Target], options: Options) ->
         offset = 0
         if local and target.as_stored and entry.offset % width == 0:
             where = "file"
-        elif options.cache_dir is not None:
+        elif cache_dir is not None:
             where = "cache"
         else:
             where, offset = "memory", size
             size += -(-max(target.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         items.append(Item(folded=target.folded, dtype=target.dtype, where=where, key=target.key, offset=offset))
     return items, size
-
-
-def _work(job: Job, cancelled: Callable[[], bool]) -> tuple[dict[str, Any], float]:
-    """Run the worker to its end; what it reports, and when the checks of headers were over."""
-    command = [sys.executable, "-P", "-m", "mtx2vllm.reload.stage_worker"]
-    try:
-        process = subprocess.Popen(  # noqa: S603  (our own module)
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **_MALLOC},
-            pass_fds=[] if job.memory is None else [job.memory],
-        )  # fmt: skip
-    except OSError as error:
-        raise StageFailed("internal", [f"the staging process could not be started: {error}."]) from None
-    try:
-        with suppress(BrokenPipeError):  # it ended at once; its exit says so below
-            if process.stdin is not None:
-                process.stdin.write(job.model_dump_json().encode() + b"\n")
-                process.stdin.close()
-        return _listen(process, cancelled)
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
 
 
 def _listen(process: "subprocess.Popen[bytes]", cancelled: Callable[[], bool]) -> tuple[dict[str, Any], float]:
@@ -211,61 +187,3 @@ def _listen(process: "subprocess.Popen[bytes]", cancelled: Callable[[], bool]) -
             if "done" in message:
                 return message["done"], verified
             verified = heard if "verified" in message else verified
-
-
-def _open(
-    version: Version, targets: Mapping[str, Target], items: list[Item], done: dict[str, Any], memory: tuple[int | None, int]
-) -> tuple[dict[str, NDArray[Any]], dict[str, Identity]]:
-    """Map everything; the arrays, and the identities of the version's files among them."""
-    maps: dict[str, mmap.mmap] = {}
-    files: dict[str, Identity] = {}
-    shared = mmap.mmap(memory[0], memory[1], prot=mmap.PROT_READ) if memory[0] is not None else None
-    weights: dict[str, NDArray[Any]] = {}
-    for (name, target), item in zip(targets.items(), items, strict=True):
-        offset = item.offset
-        source: mmap.mmap | None = shared
-        if item.where == "cache":
-            path, offset = done["cached"][item.key], 0
-            if path not in maps and target.nbytes:
-                maps[path] = _map(path, None)
-            source = maps.get(path)
-        elif item.where == "file":
-            entry = version.manifest.tensors[target.recipe.pieces[0].source]
-            path, offset = join(version.location, entry.file), entry.offset
-            if path not in maps:
-                files[path] = tuple(done["files"][entry.file])
-                maps[path] = _map(path, files[path])
-            source = maps[path]
-        weights[name] = _array(source, offset, target)
-    return weights, files
-
-
-def _map(path: str, identity: Identity | None) -> mmap.mmap:
-    try:
-        with Path(path).open("rb") as file:
-            found = os.fstat(file.fileno())
-            if identity is not None and identity != (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns):
-                raise StageFailed("changed", [f"{path} was replaced while it was staged."])
-            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except FileNotFoundError:
-        raise StageFailed("vanished", [f"{path} was deleted while it was staged."]) from None
-
-
-def _array(source: mmap.mmap | None, offset: int, target: Target) -> NDArray[Any]:
-    dtype = DTYPES[target.dtype]
-    if source is None or target.nbytes == 0:
-        return np.zeros(target.recipe.shape, dtype)
-    _populate(source, offset, target.nbytes)
-    flat = np.frombuffer(source, np.uint8, target.nbytes, offset)
-    return flat.view(dtype).reshape(target.recipe.shape)
-
-
-def _populate(source: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Page tables now rather than page faults in the pause; in strides, for the call may hold the GIL."""
-    begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    end = min(offset + nbytes, len(source))
-    for start in range(begin, end, _STRIDE):
-        try:
-            source.madvise(_POPULATE_READ, start, min(_STRIDE, end - start))
-        except (OSError, ValueError):
-            return  # an older kernel; faults will do

@@ -3,7 +3,7 @@
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,10 +31,15 @@ class Work:
     a key lies."""
 
     def __init__(
-        self, job: Job, store: Store, manifest: Manifest, sources: dict[str, Recipe], say: Callable[..., None]
+        self,
+        job: Job,
+        memory: int | None,
+        version: tuple[Store, Manifest, Mapping[str, Recipe]],
+        say: Callable[..., None],
     ) -> None:
-        self._job, self._store, self._manifest, self._recipes, self._say = job, store, manifest, sources, say
-        self._memory = mmap.mmap(job.memory, job.memory_size) if job.memory is not None else None
+        self._job, self._say = job, say
+        self._store, self._manifest, self._recipes = version
+        self._memory = mmap.mmap(memory, job.memory_size) if memory is not None else None
         self._cache = Cache(job.cache_dir, job.cache_size) if job.cache_dir else None
         self._lock = threading.Lock()
         self.read = 0

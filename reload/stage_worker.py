@@ -1,13 +1,17 @@
 """The process that reads and hashes a version, so that the engine's own process does neither: `python -m` this module.
 
-One job, a JSON line on stdin; then JSON lines on stdout, the last of which is `done` or `failed`. Nothing else crosses:
-no pickles. Bytes that the sampler can map stay where they are (reading them here brings them into the page cache);
-others are assembled in shared memory (a file descriptor that was inherited) or in the cache. The process has a low
+Jobs come as JSON over a socket on stdin; each is answered by JSON lines on stdout, the last of which is `done` or
+`failed`. Nothing else crosses: no pickles. The process is kept, for starting Python costs more than hashing a gigabyte.
+
+Bytes that the sampler can map stay where they are (reading them here brings them into the page cache);
+others are assembled in shared memory (a file descriptor that came with the job) or in the cache. The process has a low
 priority and ends with its parent.
 """
 
+import gc
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -25,25 +29,38 @@ _NICE = 10  # a tenth of a busy core's time beside the engine's threads
 
 
 def main() -> int:
-    """Run the one job of this process."""
-    out = sys.stdout
+    """Run jobs until the parent closes the socket, which is this process's standard input."""
     lock = threading.Lock()
 
     def say(**message: Any) -> None:
         with lock:
-            out.write(json.dumps(message) + "\n")
-            out.flush()
+            sys.stdout.write(json.dumps(message) + "\n")
+            sys.stdout.flush()
 
-    try:
-        job = Job.model_validate_json(sys.stdin.readline())
-        _be_modest(job.parent)
-        say(done=run(job, say))
-    except BrokenPipeError:
-        return 1
-    except Exception as error:  # the parent turns it into a sentence and a reason
-        say(failed=reason_of(error), problems=problems_of(error))
-        return 1
+    _be_modest(os.getppid())
+    jobs = socket.socket(fileno=0)
+    while (received := _receive(jobs)) is not None:
+        line, memory = received
+        try:
+            say(done=run(Job.model_validate_json(line), memory, say))
+        except BrokenPipeError:
+            return 1
+        except Exception as error:  # the parent turns it into a sentence and a reason
+            say(failed=reason_of(error), problems=problems_of(error))
+        finally:
+            if memory is not None:
+                os.close(memory)
+            gc.collect()  # shared memory lives as long as a view of it
     return 0
+
+
+def _receive(jobs: socket.socket) -> tuple[bytes, int | None] | None:
+    """One job: 8 bytes of length, with which a file descriptor may come, then JSON. None at the end."""
+    head, descriptors, _, _ = socket.recv_fds(jobs, 8, 1)
+    if len(head) < 8:
+        return None
+    with jobs.makefile("rb") as stream:
+        return stream.read(int.from_bytes(head, "little")), descriptors[0] if descriptors else None
 
 
 def reason_of(error: BaseException) -> str:
@@ -80,7 +97,7 @@ def _be_modest(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run(job: Job, say: Callable[..., None]) -> dict[str, Any]:
+def run(job: Job, memory: int | None, say: Callable[..., None]) -> dict[str, Any]:
     """Stage everything; the facts that the parent needs to open it."""
     store = store_for(job.location)
     manifest, found = load_manifest(job.location, store)
@@ -93,7 +110,7 @@ def run(job: Job, say: Callable[..., None]) -> dict[str, Any]:
     if problems:
         raise InputError(problems)
     say(verified=len(files))
-    work = Work(job, store, manifest, sources, say)
+    work = Work(job, memory, (store, manifest, sources), say)
     work.all()
     if identities != {name: _identity(store, join(job.location, name)) for name in identities}:
         raise LostRace(f"{job.location}: a file was replaced while it was being staged.")

@@ -36,6 +36,8 @@ def bind(model: Any) -> int:
 class _Following:
     """Marks an attention whose `sinks` are its owner's parameter."""
 
+    __slots__ = ()
+
 
 def _follow(impl: Any, owner: Any) -> None:
     import jax.numpy as jnp
@@ -46,4 +48,4 @@ def _follow(impl: Any, owner: Any) -> None:
 
     kind = type(impl)
     vars(impl).pop("sinks")
-    impl.__class__ = type(kind.__name__, (_Following, kind), {"sinks": property(sinks)})
+    impl.__class__ = type(kind.__name__, (_Following, kind), {"__slots__": (), "sinks": property(sinks)})
