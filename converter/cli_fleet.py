@@ -1,0 +1,66 @@
+"""follow, batch, adopt, versions, pin, unpin, prune."""
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from mtx2vllm.converter.cli_convert import JSON, conversion_options
+
+
+@click.command()
+@click.argument("run")
+@click.argument("root")
+@conversion_options
+@click.option("--every", type=click.IntRange(1), help="Convert each step that N divides. Default: only what is newest.")
+@click.option("--all", "every_step", is_flag=True, help="Convert every step, newest first.")
+@click.option("--poll", type=click.FloatRange(0.05, 3600), help="Seconds between two looks. Default: 1, gs:// 5.")
+@click.option("--no-wait", is_flag=True, help="Exit (3) where another follower writes into ROOT. Default: stand by.")
+@click.option("--grace", type=click.FloatRange(0), default=20.0, show_default=True,
+              help="Seconds that a conversion may go on after SIGTERM before it is abandoned.")  # fmt: skip
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="Serve /metrics and /healthz. Default: off. 0: a free port."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 in a container.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def follow(
+    run: str, root: str, every: int | None, every_step: bool, poll: float | None, no_wait: bool, grace: float,
+    port: int | None, host: str, log_format: str, **chosen: Any,
+) -> None:  # fmt: skip
+    """Convert each newly committed step of the run RUN into ROOT/<step>/, until SIGTERM.
+
+    RUN need not exist yet. When several steps wait, the newest comes first, and without --every or --all the older
+    ones are skipped.
+    """
+    if every and every_step:
+        raise click.UsageError("--every and --all cannot be given together: --all is --every 1")
+    from mtx2vllm.converter import follow_log, follow_run
+    from mtx2vllm.converter.convert import Options
+    from mtx2vllm.converter.follow import Following
+
+    follow_log.configure(log_format)
+    following = Following(
+        run, root, Options(**chosen), every=1 if every_step else every, poll=poll, wait=not no_wait, grace=grace
+    )
+    follow_run.main(following, host, port)
+
+
+@click.command()
+@click.argument("jobs")
+@JSON
+def batch(jobs: str, as_json: bool) -> None:
+    """Carry out the conversions that the YAML file JOBS describes; what is done already is skipped.
+
+    Everything is checked before anything runs. Exit status: 0 all done, 1 a job failed, 3 the file is bad.
+    """
+    from mtx2vllm.converter.batch import run_batch
+    from mtx2vllm.converter.show import Bar
+    from mtx2vllm.converter.show_fleet import batch_text
+
+    with Bar(enabled=sys.stderr.isatty()) as bar:
+        outcomes = run_batch(jobs, say=bar.say, progress=bar.update)
+    ok = all(o.ok for o in outcomes)
+    click.echo(json.dumps({"ok": ok, "jobs": [o.to_json() for o in outcomes]}) if as_json else batch_text(outcomes))
+    if not ok:
+        sys.exit(1)
