@@ -4,8 +4,7 @@ Pure: sizes only. Every leaf is used by a rule or dropped by a named one, every 
 disagreement between checkpoint and config is found and reported together.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,31 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.plan import Drop, Leaf, Move, Op, Plan, Tensor
-from mtx2vllm.schemas.fused import EXPERT, Fused, fuse, padded, rename
-from mtx2vllm.schemas.rules import Dims, Model, Rule, Schema, Stack, parse_axes
+from mtx2vllm.converter.expect import LAYER, Expected, Unit, units
+from mtx2vllm.converter.match import matched
+from mtx2vllm.converter.plan import Leaf, Move, Op, Plan, Tensor
+from mtx2vllm.schemas.fused import EXPERT, Fused, fuse, padded
+from mtx2vllm.schemas.rules import Dims, Model, Schema, parse_axes
 
-LAYER = "{layer}"
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One leaf that a family's table asks for: its path and the axes of each dimension, layer axes included."""
-
-    path: str
-    source: Dims
-    sizes: Mapping[str, int]
-    rule: Rule
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Layers that are laid out alike and stand in the same leaves: a scanned stack, one unscanned layer, or the top
-    (`layers` None). `prefix` is the Hugging Face name's beginning."""
-
-    leaves: tuple[Expected, ...]
-    layers: NDArray[np.int64] | None
-    prefix: str
+TEXT = ("model.", "")  # names of the text model alone
 
 
 @dataclass(frozen=True)
@@ -51,47 +32,6 @@ class Flow:
     window: Mapping[str, tuple[int, int]]
 
 
-def units(schema: Schema, model: Model, scanned: bool) -> list[Unit]:
-    """All that a family's table says of a model: the top first, then layer stacks."""
-    top = [r for r in schema.top if r.holds(model.flags)]
-    found = [Unit(tuple(_expected(r.source, r, model, ()) for r in top), None, "")]
-    for stack in schema.stacks(model):
-        rules = [r for r in stack.rules if r.holds(model.flags)]
-        if scanned:
-            if stack.layers.size:
-                leaves = (_expected(f"{stack.scanned}.{r.source}", r, model, stack.layers.shape) for r in rules)
-                found.append(Unit(tuple(leaves), stack.layers, f"model.layers.{LAYER}."))
-            continue
-        for at in np.ndindex(stack.layers.shape):
-            base = stack.unscanned.format(stack.numbers[at])
-            leaves = (_expected(f"{base}.{r.source}", r, model, ()) for r in rules)
-            found.append(Unit(tuple(leaves), stack.layers[at], f"model.layers.{LAYER}."))
-    return found
-
-
-def _expected(path: str, rule: Rule, model: Model, layers: tuple[int, ...]) -> Expected:
-    source, _ = parse_axes(rule.axes)
-    names = tuple(f"layer{i}" for i in range(len(layers)))
-    sizes = {a: model.sizes[a] for dim in source for a in dim} | dict(zip(names, layers, strict=True))
-    at = min(rule.layer_axis, len(source))
-    return Expected(path, (*source[:at], *((n,) for n in names), *source[at:]), sizes, rule)
-
-
-def shape_of(expected: Expected) -> tuple[int, ...]:
-    """The shape that a config predicts for a leaf."""
-    return tuple(prod(expected.sizes[a] for a in dim) for dim in expected.source)
-
-
-def predict(found: Sequence[Unit], dtype: str = "bfloat16") -> dict[str, Leaf]:
-    """The leaves of a checkpoint that nobody has written yet: one chunk each."""
-    leaves = {}
-    for unit in found:
-        for e in unit.leaves:
-            shape = shape_of(e)
-            leaves[e.path] = Leaf(e.path, e.path, shape, dtype, shape)
-    return leaves
-
-
 def compile_plan(
     schema: Schema,
     model: Model,
@@ -101,7 +41,7 @@ def compile_plan(
     scanned: bool,
     architecture: str,
     dtype: str = "bfloat16",
-    prefix: str | None = None,
+    names: tuple[str, str] = TEXT,
     text_only: bool = False,
     conventions: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -114,20 +54,16 @@ def compile_plan(
         scanned: whether the tree stacks layers.
         architecture: the class to write for.
         dtype: `bfloat16`, `float32`, or `source` (each tensor as its leaf is).
-        prefix: what stands for `model.` in names (a wrapper's), None for the text model alone.
+        names: what stands for `model.` in that class, and what before every other name.
         text_only: drop a vision tower instead of refusing it.
 
     Raises:
         InputError: leaves are missing, left over, or do not fit the config; every problem is named.
     """
-    found = units(schema, model, scanned)
-    drops, problems = _match(schema, found, leaves, text_only)
-    fitted = [replace(u, leaves=tuple(_fit(e, leaves, model, problems) for e in u.leaves)) for u in found]
-    if problems:
-        raise InputError(_summary(problems))
-    build = _Build(schema, layout, leaves, dtype, prefix)
+    fitted, drops = matched(schema, model, units(schema, model, scanned), leaves, text_only)
+    build = _Build(schema, model, layout == "canonical", leaves, dtype, names)
     for unit in fitted:
-        build.unit(unit, model)
+        build.unit(unit)
     plan = Plan(
         layout="canonical" if layout == "canonical" else "hf",
         family=schema.family,
@@ -141,121 +77,50 @@ def compile_plan(
     return plan
 
 
-def _match(
-    schema: Schema, found: Sequence[Unit], leaves: Mapping[str, Leaf], text_only: bool
-) -> tuple[list[Drop], list[str]]:
-    wanted = {e.path for u in found for e in u.leaves}
-    drops: list[Drop] = []
-    problems: list[str] = []
-    for path in leaves:
-        if path in wanted:
-            continue
-        reason = next((why for pattern, why in schema.drops if re.fullmatch(pattern, path)), None)
-        if reason is None and path.startswith("vision"):
-            reason = "vision weights are left out (--text-only)" if text_only else None
-            if reason is None:
-                problems.append(
-                    f"vision leaf {path} cannot be converted, only text is; pass --text-only to leave it out"
-                )
-                continue
-        if reason:
-            drops.append(Drop(path, reason))
-        elif path == "decoder.logits_dense.kernel":
-            problems.append(
-                f"leaf {path} is a head of its own, but config.json says that {schema.family}'s is tied to the embedding "
-                "(tie_word_embeddings); serving would ignore it: use the config of the model that was trained"
-            )
-        else:
-            problems.append(
-                f"leaf {path} {list(leaves[path].shape)} is not known to family {schema.family}; the checkpoint is of "
-                "another model than config.json, or the family's table lacks it"
-            )
-    problems += [
-        f"leaf {path} is missing from the checkpoint, though config.json ({schema.family}) asks for it"
-        for path in dict.fromkeys(e.path for u in found for e in u.leaves)
-        if path not in leaves
-    ]
-    return drops, problems
-
-
-def _fit(expected: Expected, leaves: Mapping[str, Leaf], model: Model, problems: list[str]) -> Expected:
-    """Check a leaf's shape; a vocabulary that training has padded is taken at its own size."""
-    leaf = leaves.get(expected.path)
-    if leaf is None:
-        return expected
-    if expected.rule.layer_axis == 0 and "MoEBiasVar" not in leaf.key and leaf.shape != shape_of(expected):
-        moved = tuple(d for d in expected.source if not d[0].startswith("layer"))
-        layer = tuple(d for d in expected.source if d[0].startswith("layer"))
-        expected = replace(expected, source=(*moved[:1], *layer, *moved[1:]))
-    shape = shape_of(expected)
-    if len(shape) != len(leaf.shape):
-        problems.append(f"leaf {leaf.path} has shape {list(leaf.shape)}, config.json implies {list(shape)}")
-        return expected
-    sizes = dict(expected.sizes)
-    for dim, want, have in zip(expected.source, shape, leaf.shape, strict=True):
-        if want == have:
-            continue
-        axis = "layer" if dim[0].startswith("layer") else " x ".join(dim)
-        if dim == ("vocab",) and have > want:
-            sizes["vocab"] = have
-            continue
-        keys = "num_hidden_layers" if axis == "layer" else ", ".join(model.origin.get(a, a) for a in dim)
-        problems.append(
-            f"axis {axis} is {have} in the checkpoint and {want} by config.json ({keys}), first seen in leaf {leaf.path} "
-            f"{list(leaf.shape)}"
-        )
-    return replace(expected, sizes=sizes)
-
-
-def _summary(problems: Sequence[str]) -> list[str]:
-    """One line for problems that differ in the leaf only."""
-    grouped: dict[str, list[str]] = {}
-    for p in problems:
-        head = (
-            p.split(", first seen in leaf ")[0]
-            if ", first seen in leaf " in p
-            else re.sub(r"layers_\d+", "layers_*", p)
-        )
-        grouped.setdefault(head, []).append(p)
-    return [
-        same[0] + (f" (and {len(same) - 1} more leaves alike)" if len(same) > 1 else "") for same in grouped.values()
-    ]
-
-
 class _Build:
     """Collects tensors and moves, unit by unit."""
 
-    def __init__(self, schema: Schema, layout: str, leaves: Mapping[str, Leaf], dtype: str, prefix: str | None) -> None:
-        self.schema, self.layout, self.leaves, self.dtype, self.prefix = schema, layout, leaves, dtype, prefix
+    def __init__(
+        self,
+        schema: Schema,
+        model: Model,
+        canonical: bool,
+        leaves: Mapping[str, Leaf],
+        dtype: str,
+        names: tuple[str, str],
+    ) -> None:
+        self.schema, self.model, self.canonical = schema, model, canonical
+        self.leaves, self.dtype, self.names = leaves, dtype, names
         self.tensors: list[Tensor] = []
         self.moves: list[Move] = []
 
-    def unit(self, unit: Unit, model: Model) -> None:
+    def unit(self, unit: Unit) -> None:
         flows: dict[str, list[Flow]] = {}
         for expected in unit.leaves:
-            flows.setdefault(expected.rule.target, []).append(_flow(expected, model))
+            flows.setdefault(expected.rule.target, []).append(_flow(expected, self.model))
         _arrange(flows)
-        if self.layout == "hf":
+        if not self.canonical:
             for target, parts in flows.items():
-                self._hugging_face(unit, target, parts, model)
+                self._hugging_face(unit, target, parts)
             return
         shapes = {target: _shape(parts) for target, parts in flows.items()}
-        for fused in fuse(shapes, self.schema.family, model.sizes.get("expert", 0)):
-            self._canonical(unit, fused, flows, model)
+        for fused in fuse(shapes, self.schema.family, self.model.sizes.get("expert", 0)):
+            self._canonical(unit, fused, flows)
 
-    def _hugging_face(self, unit: Unit, target: str, flows: Sequence[Flow], model: Model) -> None:
-        experts = model.sizes["expert"] if EXPERT in target else None
-        numbers = self._add(unit, target, _shape(flows), experts, flows)
+    def _hugging_face(self, unit: Unit, target: str, flows: Sequence[Flow]) -> None:
+        index = ("expert",) if EXPERT in target else ()
+        tensor = Tensor(self._name(unit, target), _shape(flows), self._dtype(target, flows))
+        numbers = self._add(unit, tensor, index)
         for flow in flows:
-            index = ("expert",) if experts else ()
-            self._move(flow, flow.target, flow.start, flow.step, index, numbers, model)
+            self._move(flow, flow.target, flow.start, flow.step, index, numbers)
 
-    def _canonical(self, unit: Unit, fused: Fused, flows: Mapping[str, Sequence[Flow]], model: Model) -> None:
+    def _canonical(self, unit: Unit, fused: Fused, flows: Mapping[str, Sequence[Flow]]) -> None:
         everything = [f for part in fused.parts for f in flows[part.name]]
-        shape = fused.shape
-        if everything[0].expected.rule.target in {"model.embed_tokens.weight", "lm_head.weight"}:
-            shape = (padded(shape[0]), *shape[1:])
-        numbers = self._add(unit, fused.target, shape, None, everything)
+        rows = fused.shape[0]
+        pad = padded(rows) - rows if "vocab" in everything[0].target[0] else 0
+        dtype = self._dtype(fused.target, everything)
+        tensor = Tensor(self._name(unit, fused.target), (rows + pad, *fused.shape[1:]), dtype, pad)
+        numbers = self._add(unit, tensor, ())
         for part in fused.parts:
             for flow in flows[part.name]:
                 target = tuple(flow.target[d] for d in part.permute)
@@ -264,54 +129,29 @@ class _Build:
                 start[0] += part.start
                 if part.stacked:
                     target, start, step = (("expert",), *target), [0, *start], [1, *step]
-                self._move(flow, target, tuple(start), tuple(step), (), numbers, model)
+                self._move(flow, target, tuple(start), tuple(step), (), numbers)
 
-    def _add(
-        self, unit: Unit, target: str, shape: tuple[int, ...], experts: int | None, flows: Sequence[Flow]
-    ) -> NDArray[np.int32]:
-        """Number new tensors, by layer axes (and expert)."""
-        template = self._name(unit, target)
-        dtype = self._dtype(target, flows)
-        rows = sum(f.start[0] == 0 for f in flows)
-        pad = (
-            shape[0] - _shape(flows)[0]
-            if rows and target.endswith(("embed_tokens.weight", "embedding.weight", "lm_head.weight"))
-            else 0
-        )
-        layers = np.zeros((), np.int64) if unit.layers is None else np.asarray(unit.layers)
-        numbers = np.empty((*layers.shape, *((experts,) if experts else ())), np.int32)
+    def _add(self, unit: Unit, like: Tensor, index: tuple[str, ...]) -> NDArray[np.int32]:
+        """Number a tensor for every layer (and expert); `like` has their places in its name."""
+        layers = np.zeros((), np.int64) if unit.layers is None else unit.layers
+        numbers = np.empty((*layers.shape, *(self.model.sizes[a] for a in index)), np.int32)
         for at in np.ndindex(numbers.shape):
-            name = template.replace(LAYER, str(layers[at[: layers.ndim]]))
-            if experts:
-                name = name.replace(EXPERT, str(at[-1]))
+            name = like.name.replace(LAYER, str(layers[at[: layers.ndim]]))
             numbers[at] = len(self.tensors)
-            self.tensors.append(Tensor(name, shape, dtype, pad))
+            self.tensors.append(replace(like, name=name.replace(EXPERT, str(at[-1])) if index else name))
         return numbers
 
     def _name(self, unit: Unit, target: str) -> str:
         name = unit.prefix + target
-        if self.layout == "canonical":
-            name = rename(self.schema.family, name)
-            return name if self.prefix is None else "language_model." + name
-        if self.prefix is None:
-            return name
-        if name.startswith("model."):
-            return self.prefix + name.removeprefix(
-                "model."
-                if self.prefix.endswith(("model.", "language_model.")) and self.prefix != "language_model."
-                else ""
-            )
-        return name if self.prefix != "language_model." else "language_model." + name
+        model, rest = self.names
+        return model + name.removeprefix("model.") if name.startswith("model.") else rest + name
 
     def _dtype(self, target: str, flows: Sequence[Flow]) -> str:
         """vLLM keeps a few tensors in float32; a Hugging Face file holds them as wide as training did."""
-        source = self.leaves[flows[0].expected.path].dtype
-        if target.endswith(self.schema.float32 or ("\0",)):
-            return (
-                "float32"
-                if self.layout == "canonical" or source == "float32" or self.dtype == "float32"
-                else "bfloat16"
-            )
+        have = {self.leaves[f.expected.path].dtype for f in flows}
+        source = have.pop() if len(have) == 1 else "float32"  # which holds every narrower type exactly
+        if target.endswith(self.schema.float32 or ("\0",)) and (self.canonical or source == "float32"):
+            return "float32"
         return source if self.dtype == "source" else self.dtype
 
     def _move(
@@ -322,9 +162,7 @@ class _Build:
         step: tuple[int, ...],
         index: tuple[str, ...],
         numbers: NDArray[np.int32],
-        model: Model,
     ) -> None:
-        layers = tuple(a for dim in flow.expected.source for a in dim if a.startswith("layer"))
         value = flow.expected.rule.value
         self.moves.append(
             Move(
@@ -334,10 +172,10 @@ class _Build:
                 target=target,
                 start=start,
                 step=step,
-                index=(*layers, *index),
+                index=(*flow.expected.layer_axes, *index),
                 tensors=numbers,
                 window=flow.window,
-                op=None if value is None else Op(value.kind, value.number(model)),
+                op=None if value is None else Op(value.kind, value.number(self.model)),
             )
         )
 
@@ -401,16 +239,3 @@ def check(plan: Plan) -> None:
         problems.append("two tensors of the plan have the same name")
     if problems:
         raise InputError(problems)
-
-
-def iter_expected(found: Sequence[Unit]) -> Iterator[Expected]:
-    """All leaves of all units."""
-    for unit in found:
-        yield from unit.leaves
-
-
-def is_scanned(schema: Schema, model: Model, leaves: Mapping[str, Leaf]) -> bool:
-    """Whether layers are stacked: by the keys below `decoder`, since a checkpoint's own metadata can be absent."""
-    stacks: tuple[Stack, ...] = schema.stacks(model)
-    begins = tuple({f"{s.scanned}." for s in stacks})
-    return any(path.startswith(begins) for path in leaves)

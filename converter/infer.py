@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from math import prod
 
-from mtx2vllm.converter import compile as compiler
 from mtx2vllm.converter.errors import InputError
+from mtx2vllm.converter.expect import Unit, is_layer, iter_expected, units
 from mtx2vllm.converter.plan import Leaf
 from mtx2vllm.schemas import FAMILIES
 from mtx2vllm.schemas.rules import Model, Schema, parse_axes
@@ -61,13 +61,13 @@ def _solve(schema: Schema, leaves: Mapping[str, Leaf]) -> Model | None:
         model = Model(_Sizes(), frozenset({"tied"} if tied else ()), count, {})
         for scanned in (True, False):
             try:
-                units = compiler.units(schema, model, scanned)
-            except (KeyError, TypeError, ZeroDivisionError):
+                found = units(schema, model, scanned)
+            except (KeyError, TypeError, ValueError, ZeroDivisionError):
                 return None
-            expected = {e.path for u in units for e in u.leaves}
+            expected = {e.path for u in found for e in u.leaves}
             if expected != set(leaves):
                 continue
-            sizes = _sizes(units, leaves)
+            sizes = _sizes(found, leaves)
             if sizes is not None:
                 return Model(sizes, model.flags, count, {})
     return None
@@ -96,17 +96,17 @@ def _count_layers(leaves: Mapping[str, Leaf]) -> list[int]:
     return [blocks * (len(names) or 1) + len(rest)]
 
 
-def _sizes(units: list[compiler.Unit], leaves: Mapping[str, Leaf]) -> dict[str, int] | None:
+def _sizes(found: list[Unit], leaves: Mapping[str, Leaf]) -> dict[str, int] | None:
     sizes: dict[str, int] = {}
     changed = True
     while changed:
         changed = False
-        for expected in compiler.iter_expected(units):
+        for expected in iter_expected(found):
             leaf = leaves[expected.path]
             if len(leaf.shape) != len(expected.source):
                 return None
             for dim, have in zip(expected.source, leaf.shape, strict=True):
-                if dim[0].startswith("layer"):
+                if is_layer(dim):
                     if expected.sizes[dim[0]] != have:
                         return None
                     continue
@@ -117,5 +117,5 @@ def _sizes(units: list[compiler.Unit], leaves: Mapping[str, Leaf]) -> dict[str, 
                     changed = True
                 elif not unknown and known != have:
                     return None
-    wanted = {a for e in compiler.iter_expected(units) for side in parse_axes(e.rule.axes) for dim in side for a in dim}
+    wanted = {a for e in iter_expected(found) for side in parse_axes(e.rule.axes) for dim in side for a in dim}
     return sizes if wanted <= sizes.keys() else None

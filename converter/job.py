@@ -6,9 +6,10 @@ from importlib.metadata import version as package_version
 from typing import Any
 
 from mtx2vllm.converter import base as bases
-from mtx2vllm.converter import compile as compiler
 from mtx2vllm.converter import hf_files
+from mtx2vllm.converter.compile import TEXT, compile_plan
 from mtx2vllm.converter.errors import InputError, UsageError
+from mtx2vllm.converter.expect import is_scanned, predict, units
 from mtx2vllm.converter.infer import infer
 from mtx2vllm.converter.plan import Plan
 from mtx2vllm.converter.shards import ShardFile, layout
@@ -16,6 +17,7 @@ from mtx2vllm.converter.source import Checkpoint, open_checkpoint
 from mtx2vllm.schemas.model import ConfigError, architecture_of, default_rope, model_of, schema_of
 from mtx2vllm.schemas.rules import Model, Schema
 
+_CANONICAL_WRAPPER = ("language_model.model.", "language_model.")  # vLLM's names in every multimodal class
 CANONICAL_DIR = "canonical"  # below OUT, so that a stock loader finds no weights and fails loudly
 
 
@@ -82,8 +84,8 @@ def plan(
     else:
         config = hf_config
     schema, model = _described(config, rope)
-    leaves = compiler.predict(compiler.units(schema, model, scanned))
-    return compiler.compile_plan(
+    leaves = predict(units(schema, model, scanned))
+    return compile_plan(
         schema, model, leaves, layout=layout, scanned=scanned, dtype=dtype,
         **_naming(config, schema, layout, base=None), conventions=_conventions(schema, model, rope, scanned),
     )  # fmt: skip
@@ -113,11 +115,11 @@ def prepare(checkpoint: str, options: Options) -> Job:
         config = source.config
         schema, model = _described(config, options.rope)
         notes.append(f"config: {source.where}")
-    scanned = compiler.is_scanned(schema, model, opened.leaves)
+    scanned = is_scanned(schema, model, opened.leaves)
     if schema.family == "llama":
         notes.append(f"rotary convention: {_rope(model)} (choose with --rope; a checkpoint cannot tell)")
     naming = _naming(config or {}, schema, options.layout, options.base)
-    made = compiler.compile_plan(
+    made = compile_plan(
         schema, model, opened.leaves, layout=options.layout, scanned=scanned, dtype=options.dtype,
         text_only=options.text_only, conventions=_conventions(schema, model, options.rope, scanned), **naming,
     )  # fmt: skip
@@ -166,8 +168,9 @@ def _naming(config: Mapping[str, Any], schema: Schema, layout: str, base: str | 
     unless a whole model is asked for."""
     source = architecture_of(config, schema) if config else schema.text
     if source == schema.wrapper and (layout == "canonical" or base):
-        return {"architecture": source, "prefix": schema.wrapper_prefix}
-    return {"architecture": schema.text if source == schema.wrapper else source, "prefix": None}
+        names = _CANONICAL_WRAPPER if layout == "canonical" else schema.wrapper_names
+        return {"architecture": source, "names": names}
+    return {"architecture": schema.text if source == schema.wrapper else source, "names": TEXT}
 
 
 def _rope(model: Model) -> str:

@@ -100,7 +100,7 @@ GEMMA3 = Schema(
     stacks=cycle(lambda *_: (*_norms(_MINUS), *blocks.attention(), *blocks.qk_norm(value=_MINUS), *blocks.mlp()), 6),
     top=blocks.top(blocks.EMBED_SCALE_BF16, _MINUS, head=False),
     flags=lambda _: frozenset({"tied"}),
-    wrapper_prefix="language_model.model.",
+    wrapper_names=("language_model.model.", ""),
 )
 
 _GEMMA4_CYCLE = 6
@@ -196,6 +196,6 @@ GEMMA4 = Schema(
     stacks=_gemma4_stacks,
     top=blocks.top(blocks.EMBED_SCALE, head=False),
     flags=_gemma4_flags,
-    wrapper_prefix="model.language_model.",
+    wrapper_names=("model.language_model.", ""),
     ambiguous="Gemma 4's layer types stand in its config alone",
 )

@@ -101,6 +101,6 @@ LLAMA4 = Schema(
     stacks=lambda model: cycle(_llama4_rules, lcm(4, _llama4_step(model.config)))(model),
     top=blocks.top(),
     flags=blocks.tied,
-    wrapper_prefix="language_model.",
+    wrapper_names=("language_model.model.", "language_model."),
     ambiguous="the interleaving of Llama 4's dense and expert layers stands in its config alone",
 )

@@ -136,3 +136,6 @@ def _unsupported(text: Mapping[str, Any], schema: Schema) -> list[str]:
     found = [f"{key}={text[key]!r:.80}" for key, plain in _PLAIN.items() if text.get(key) not in (None, plain)]
     unwanted = ["mlp_only_layers", "mlp_bias", *(() if schema.family in _BIASED else ("attention_bias", "qkv_bias"))]
     return found + [f"{key}={text[key]!r:.80}" for key in unwanted if text.get(key)]
+
+
+__all__ = ["ConfigError", "architecture_of", "default_rope", "model_of", "schema_of", "text_config"]

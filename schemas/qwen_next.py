@@ -129,7 +129,7 @@ QWEN3_5_MOE = Schema(
     top=blocks.top(),
     flags=blocks.tied,
     float32=("linear_attn.A_log",),
-    wrapper_prefix="model.language_model.",
+    wrapper_names=("model.language_model.", ""),
     ambiguous="how many key heads Qwen 3.5's linear attention has cannot be told from shapes",
 )
 

@@ -94,7 +94,8 @@ class Schema:
     flags: Callable[[Mapping[str, Any]], frozenset[str]]
     derive: Callable[[dict[str, int], Mapping[str, Any]], dict[str, tuple[int, int]]] | None = None
     wrapper: str | None = None  # class of the multimodal model whose text side this is
-    wrapper_prefix: str | None = None  # what stands for `model.` in the wrapper's Hugging Face names
+    # In the wrapper's Hugging Face names: what stands for `model.`, and what before every other text tensor.
+    wrapper_names: tuple[str, str] = ("model.", "")
     drops: tuple[tuple[str, str], ...] = ()  # (path pattern, reason)
     float32: tuple[str, ...] = ()  # tensor name endings that vLLM keeps in float32
     fixed: Mapping[str, Any] = field(default_factory=dict)  # keys that config.json needs for vLLM, when absent
