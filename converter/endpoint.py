@@ -15,7 +15,7 @@ from mtx2vllm.converter.errors import InputError
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 4
+_AT_ONCE = 32
 _EXCHANGE_S = 2.0
 _HEAD_BYTES = 8192
 TEXT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' exposition format
@@ -39,13 +39,15 @@ def health(ok: bool, facts: Mapping[str, Any]) -> Page:
 class Endpoint:
     """A server on threads of its own. Pages are made when asked for.
 
-    It is meant to be reachable by a whole cluster, so nobody can keep it busy: requests are short, an exchange has two
-    seconds in all, a few at a time; nothing is read but the first line, and only fixed paths are answered.
+    It may be reachable by a whole cluster, so nobody can keep it busy: requests are short, an exchange has two seconds
+    in all, and where too many are open the oldest is cut off for the newest. Nothing is read but the first line, and
+    only fixed paths are answered.
     """
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[], Page]]) -> None:
         self._pages = pages
-        self._slots = threading.BoundedSemaphore(_AT_ONCE)
+        self._open: dict[socket.socket, None] = {}  # oldest first
+        self._lock = threading.Lock()
         self._closed = False
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -81,26 +83,31 @@ class Endpoint:
 
     def _accept(self) -> None:
         while not self._closed:
-            self._slots.acquire()
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                self._slots.release()
                 if not self._closed:
                     time.sleep(0.1)  # out of descriptors, or reset before we came; the next one may do
                 continue
+            with self._lock:
+                for oldest in list(self._open)[: max(len(self._open) - _AT_ONCE + 1, 0)]:
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
+                self._open[connection] = None
             threading.Thread(target=self._exchange, args=(connection,), name="mtx2vllm-http", daemon=True).start()
 
     def _exchange(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + _EXCHANGE_S
         try:
-            with connection, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
                 head = _head(connection, deadline)
                 if head is not None:
                     connection.settimeout(max(deadline - time.monotonic(), 0.1))
                     connection.sendall(self._answer(head))
         finally:
-            self._slots.release()
+            with self._lock:
+                self._open.pop(connection, None)
+            connection.close()
 
     def _answer(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
