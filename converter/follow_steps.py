@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtx2vllm.converter.hf_files import CONFIG
-from mtx2vllm.converter.source import COMMIT, METADATA
+from mtx2vllm.converter.locate import COMMIT, METADATA
 from mtx2vllm.converter.storage import Store, join, parent, store_for
 
 _MAX_NAME = 18  # digits; longer names are no step numbers

@@ -146,7 +146,8 @@ def inspect_json(checkpoint: str, step: int | None, allow_uncommitted: bool) -> 
     from mtx2vllm.converter.errors import InputError
     from mtx2vllm.converter.hf_files import find_config
     from mtx2vllm.converter.infer import infer
-    from mtx2vllm.converter.source import open_checkpoint, steps
+    from mtx2vllm.converter.locate import steps
+    from mtx2vllm.converter.source import open_checkpoint
     from mtx2vllm.converter.storage import parent
     from mtx2vllm.schemas.model import ConfigError, schema_of
 
