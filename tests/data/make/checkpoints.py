@@ -7,6 +7,8 @@ hf/ is a random transformers model in bf16; MaxText's own importer turns it into
 MaxText's, computed in fp32 from the Orbax checkpoint as read back from disk: arrays `tokens` (2, 16) int32, `logits` (2, 16, vocab) f32.
 """
 
+import functools
+import gc
 import os
 import shutil
 import subprocess
@@ -167,14 +169,13 @@ def forward(model: Any, layout: str, items: Path, more: dict[str, Any]) -> tuple
         raise ValueError(f"leaves the model does not have: {sorted(stored)}")
     tokens = np.random.default_rng(0).integers(1, config.vocab_size, (2, 16), dtype=np.int32)
     positions = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
-    with jax.default_matmul_precision("highest"), mesh:
-        logits = transformer.apply(
+    apply = functools.partial(transformer.apply, enable_dropout=False, rngs={"params": jax.random.key(0)})
+    with jax.set_mesh(mesh):
+        logits = jax.jit(apply)(
             jax.tree_util.tree_unflatten(treedef, leaves),
             jnp.asarray(tokens),
             jnp.asarray(positions),
             decoder_segment_ids=jnp.ones_like(tokens),
-            enable_dropout=False,
-            rngs={"aqt": jax.random.key(0), "dropout": jax.random.key(0), "params": jax.random.key(0)},
         )
     return tokens, np.asarray(logits, np.float32)
 
@@ -192,6 +193,9 @@ def main(name: str, out: Path, stage: str | None = None) -> None:
             environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
             subprocess.run([sys.executable, __file__, name, str(out), step], check=True, env=environment)
     elif stage == "import":
+        from maxtext.checkpoint_conversion import to_maxtext  # noqa: F401
+
+        gc.freeze()  # the importers collect garbage after every array, which takes a second with MaxText in the heap
         for layout in model.layouts:
             import_checkpoint(model, here / "hf", here / layout, layout)
         shutil.rmtree(here / "renamed", ignore_errors=True)
