@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
 
 class Size(click.ParamType[int]):
     """A number of bytes: 4GiB, 500MB, 1073741824."""
@@ -19,10 +17,10 @@ class Size(click.ParamType[int]):
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
-        size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-        if size <= 0:
+        size = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
+        if not 1 <= size < 1 << 62:
             self.fail(f"{value!r} is not a size; write for example 4GiB or 500MB", param, ctx)
-        return size
+        return int(size)
 
 
 LAYOUT = click.option(

@@ -1,5 +1,6 @@
 """The Hugging Face side of a version: where its config is found, and the files beside the weights."""
 
+import copy
 import json
 import os
 from collections.abc import Mapping
@@ -16,9 +17,10 @@ CONFIG = "config.json"
 SIDE_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "preprocessor_config.json", "processor_config.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "tekken.json",
 )  # fmt: skip
 _PARENTS = 4
+_MOST_BYTES = 16 << 20  # a real one has a few KB
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def find_config(given: str | None, checkpoint: str | None) -> HfSource | None:
     """
     if given is not None:
         return _given(given)
-    where = checkpoint
+    where = local_path(checkpoint) if checkpoint else None
     for _ in range(_PARENTS):
         if not where:
             break
@@ -81,9 +83,12 @@ def _from_hub(name: str) -> HfSource:
 
 
 def _load(store: Store, path: str) -> dict[str, Any]:
+    stat = store.stat(path)
+    if stat is not None and stat.size > _MOST_BYTES:
+        raise InputError(f"{path} has {stat.size:,} bytes, far more than a config; --hf-config wants a Hugging Face config.json")
     try:
         config = json.loads(store.read(path))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, RecursionError, FileNotFoundError) as error:
         raise InputError(f"{path} is not JSON ({error}); --hf-config wants a Hugging Face config.json") from None
     if not isinstance(config, dict):
         raise InputError(f"{path} is not a Hugging Face config: a JSON object was expected")
@@ -103,7 +108,7 @@ def written_config(
         whole: keep a multimodal config as it is (the weights are its wrapper's); else write the text model's alone.
     """
     changes: list[str] = []
-    out = dict(config) if whole else text_config(config)
+    out = copy.deepcopy(dict(config) if whole else text_config(config))
     if not whole and "text_config" in config:
         changes.append(f"text model only: {architecture}")
         for key in ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
@@ -113,10 +118,8 @@ def written_config(
     if out.get("architectures") != [architecture]:
         changes.append(f"architectures: {architecture}")
     out["architectures"] = [architecture]
-    for key in ("quantization_config", "compression_config"):
-        if out.pop(key, None) is not None:
-            changes.append(f"{key} removed: the weights are not quantized")
     text = out.get("text_config") if whole else None
+    changes += _removed([out, text])
     for target in (out, text):
         if isinstance(target, dict):
             old = target.pop("torch_dtype", None) or target.get("dtype")
@@ -129,6 +132,19 @@ def written_config(
             body[key] = value
             changes.append(f"{key}: {value}, which vLLM needs")
     return out, changes
+
+
+_UNWANTED = {
+    "quantization_config": "the weights are not quantized",
+    "compression_config": "the weights are not quantized",
+    "auto_map": "code is never taken over",
+}
+
+
+def _removed(configs: list[Any]) -> list[str]:
+    found = [config for config in configs if isinstance(config, dict)]
+    gone = [key for key in _UNWANTED if [config.pop(key) for config in found if key in config]]
+    return [f"{key} removed: {_UNWANTED[key]}" for key in gone]
 
 
 def side_files(source: HfSource | None) -> dict[str, str]:

@@ -78,12 +78,9 @@ def plan(
     Raises:
         InputError: the config is missing, unknown or incomplete.
     """
-    if isinstance(hf_config, str):
-        source = hf_files.find_config(hf_config, None)
-        config: Mapping[str, Any] = source.config if source else {}
-    else:
-        config = hf_config
-    schema, model = _described(config, rope)
+    _refuse_misuse(Options(layout=layout, dtype=dtype, rope=rope))
+    config, where = (hf_config, "the config") if not isinstance(hf_config, str) else _given(hf_config)
+    schema, model = _described(config, rope, where)
     leaves = predict(units(schema, model, scanned))
     return compile_plan(
         schema, model, leaves, layout=layout, scanned=scanned, dtype=dtype,
@@ -98,10 +95,7 @@ def prepare(checkpoint: str, options: Options) -> Job:
         InputError: anything about the checkpoint, the config, or how they fit; all problems at once.
         UsageError: options that contradict each other.
     """
-    if options.base and options.layout != "hf":
-        raise UsageError("--base belongs to --layout hf: a canonical version holds the text model only")
-    if options.text_only and options.base:
-        raise UsageError("--base wants the vision tower kept and --text-only wants it left out; choose one")
+    _refuse_misuse(options)
     opened = open_checkpoint(checkpoint, options.step, options.allow_uncommitted)
     if opened.custom.get("lora"):
         raise InputError(
@@ -113,7 +107,7 @@ def prepare(checkpoint: str, options: Options) -> Job:
         schema, model, config = _inferred(checkpoint, opened, options, notes)
     else:
         config = source.config
-        schema, model = _described(config, options.rope)
+        schema, model = _described(config, options.rope, source.where)
         notes.append(f"config: {source.where}")
     scanned = is_scanned(schema, model, opened.leaves)
     if schema.family == "llama":
@@ -139,12 +133,48 @@ def prepare(checkpoint: str, options: Options) -> Job:
     return Job(opened, made, shards, written, side, tuple(notes), copies, copy_shards, options)
 
 
-def _described(config: Mapping[str, Any], rope: str | None) -> tuple[Schema, Model]:
+_CHOICES = {
+    "layout": ("canonical", "hf"),
+    "dtype": ("bfloat16", "float32", "source"),
+    "rope": (None, "interleaved", "half"),
+    "executor": ("local", "ray"),
+}
+_COUNTS = {"step": 0, "max_shard_size": 1, "memory_budget": 1, "workers": 1}  # and the least that each may be
+
+
+def _refuse_misuse(options: Options) -> None:
+    problems = [
+        f"{key} {value!r} is none of {', '.join(str(c) for c in choices if c)}"
+        for key, choices in _CHOICES.items()
+        if (value := getattr(options, key)) not in choices
+    ]
+    for key, least in _COUNTS.items():
+        value = getattr(options, key)
+        if value is not None and (type(value) is not int or value < least):
+            problems.append(f"{key} {value!r} is no whole number of at least {least}")
+    if options.base and options.layout != "hf":
+        problems.append("--base belongs to --layout hf: a canonical version holds the text model only")
+    if options.text_only and options.base:
+        problems.append("--base wants the vision tower kept and --text-only wants it left out; choose one")
+    if options.ray_address and options.executor != "ray":
+        problems.append("--ray-address belongs to --executor ray")
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _given(hf_config: str) -> tuple[Mapping[str, Any], str]:
+    source = hf_files.find_config(hf_config, None)
+    return (source.config, source.where) if source else ({}, hf_config)
+
+
+def _described(config: Mapping[str, Any], rope: str | None, where: str) -> tuple[Schema, Model]:
     try:
         schema = schema_of(config)
+        if rope and schema.family != "llama":
+            raise UsageError(f"--rope is for Llama and Mistral; {schema.family} ({where}) has one convention only")
         return schema, model_of(config, schema, rope)
     except ConfigError as error:
-        raise InputError(f"{error}; check --hf-config") from None
+        raise InputError(f"{where} cannot be used: {error}; name the model's own config with --hf-config") from None
 
 
 def _inferred(
