@@ -16,11 +16,12 @@ class Size(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
-        size = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
-        if not 1 <= size < 1 << 62:
-            self.fail(f"{value!r} is not a size; write for example 4GiB or 500MB", param, ctx)
-        return int(size)
+        from mtx2vllm.converter.sizes import parse_size
+
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 LAYOUT = click.option(
