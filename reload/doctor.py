@@ -146,6 +146,9 @@ def _root(root: str) -> list[Finding]:
         entries = store.listdir(root)
     except (InputError, OSError) as error:
         return [Finding("problem", "root", f"{root} cannot be read: {error}")]
+    local = store.local(root)
+    if local is not None and not Path(local).is_dir():
+        return [Finding("note", "root", f"{root} does not exist yet; agents wait for it, follow creates it")]
     committed = [s for s in roots.steps_in(entries) if store.stat(roots.manifest_path(root, s))]
     newest = f"{len(committed)} versions, newest {committed[0]}" if committed else "no committed version yet"
     found = [Finding("ok" if entries else "note", "root", f"{root} can be read: {newest}")]
