@@ -1,7 +1,6 @@
 """convert, plan, inspect, verify, fetch."""
 
 import json
-import re
 import sys
 from typing import Any
 
