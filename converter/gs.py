@@ -186,18 +186,18 @@ class GsStore:
         if len(data) > SIMPLE:
             self._require(path, generation)
 
-        def upload(blob: Any) -> None:
+        def upload(blob: Any, over: int | None) -> None:
             blob.upload_from_file(
                 io.BytesIO(data),
                 size=len(data),
                 content_type="application/json" if path.endswith(".json") else "application/octet-stream",
-                if_generation_match=generation,
+                if_generation_match=over,
                 checksum="crc32c",
                 timeout=TIMEOUT,
                 retry=None,
             )
 
-        return self._written(path, upload, expected)
+        return self._written(path, upload, expected, generation)
 
     def compose(self, path: str, parts: list[str], expected: int, generation: int | None) -> Stat:
         """Make one object of at most 32 others of the same bucket, whose CRC-32C together is `expected`.
@@ -208,47 +208,47 @@ class GsStore:
         self._require(path, generation)
         sources = [self._blob(part) for part in parts]
 
-        def join(blob: Any) -> None:
+        def join(blob: Any, over: int | None) -> None:
             try:
-                blob.compose(sources, if_generation_match=generation, timeout=TIMEOUT, retry=None)
+                blob.compose(sources, if_generation_match=over, timeout=TIMEOUT, retry=None)
             except api.InternalServerError:
                 # The emulator says so where the store itself answers 404.
                 if any(self.stat(part) is None for part in parts):
                     raise api.NotFound("a part is gone") from None
                 raise
 
-        return self._written(path, join, expected)
+        return self._written(path, join, expected, generation)
 
     def _require(self, path: str, generation: int | None) -> None:
         """Look before writing as well: the emulator ignores preconditions of all but simple uploads."""
         if generation is not None and (found := self.stat(path)) and found.generation != generation:
             raise lost(path)
 
-    def _written(self, path: str, write: Callable[[Any], None], expected: int) -> Stat:
-        token = secrets.token_hex(8)
+    def _written(
+        self, path: str, write: Callable[[Any, int | None], None], expected: int, generation: int | None
+    ) -> Stat:
+        token, over = secrets.token_hex(8), generation
 
         def attempt() -> Stat:
+            nonlocal over
             blob = self._blob(path)
             blob.metadata = {TOKEN: token}
-            write(blob)
-            return self._checked(path, blob, expected)
+            try:
+                write(blob, over)
+            except api.PreconditionFailed:
+                blob = self._found(path)
+                if blob is None or (blob.metadata or {}).get(TOKEN) != token:
+                    raise lost(path) from None
+            if blob.crc32c is not None and crc32c.decoded(blob.crc32c) != expected:
+                over = None if generation is None else int(blob.generation)
+                raise Transient("the store holds other bytes than were sent (by their crc32c)")
+            return stat_of(blob)
 
         try:
             return self._try(path, attempt)
-        except api.PreconditionFailed:
-            found = self._found(path)
-            if found is None or (found.metadata or {}).get(TOKEN) != token:
-                raise lost(path) from None
-            return self._checked(path, found, expected)
         except api.NotFound:
             self._require_bucket(path)
             raise LostRace(f"{path}: its parts are gone; another run into the same directory has cleaned up.") from None
-
-    def _checked(self, path: str, blob: Any, expected: int) -> Stat:
-        if blob.crc32c is not None and crc32c.decoded(blob.crc32c) != expected:
-            blob.delete(if_generation_match=blob.generation, timeout=TIMEOUT, retry=None)
-            raise Transient(f"the store holds other bytes than were sent (crc32c of {path})")
-        return stat_of(blob)
 
     def delete(self, path: str, generation: int | None = None) -> None:
         """See `Store.delete`."""

@@ -37,6 +37,8 @@ class Request:
     method: str
     path: str
     content: bool
+    span: str = ""  # the Range header
+    agent: str = ""  # the User-Agent header
 
 
 @dataclass
@@ -137,7 +139,8 @@ class _Relay(BaseHTTPRequestHandler):
     def _relay(self) -> None:
         body = self._body()
         content = "alt=media" in self.path or "/upload/" in self.path
-        request = Request(self.command, unquote(urlsplit(self.path).path), content)
+        seen = (self.headers.get("range", ""), self.headers.get("user-agent", ""))
+        request = Request(self.command, unquote(urlsplit(self.path).path), content, *seen)
         fault = self.proxy.decide(request)
         if self.proxy.latency:
             time.sleep(self.proxy.latency)

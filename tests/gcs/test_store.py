@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -30,11 +31,12 @@ def write(store: GsStore, path: str, data: bytes, piece: int, seed: int = 0) -> 
             writer.write(start, memoryview(buffer))
             buffer[:] = bytes(len(buffer))
 
-    threads = [threading.Thread(target=some, args=(starts[n::3],)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(some, [starts[n::3] for n in range(3)]))
+    except BaseException:
+        writer.abort()
+        raise
     return writer.commit()
 
 
