@@ -62,7 +62,7 @@ class LeaseKeeper:
     heartbeat_s: float = HEARTBEAT_S
     clock: Callable[[], float] = time.time
     served: Served = field(default_factory=Served)
-    writes: int = 0
+    on_write: Callable[[], None] = lambda: None
     _warned: bool = False
     _due: threading.Event = field(default_factory=threading.Event)
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -104,7 +104,7 @@ class LeaseKeeper:
                     "a version of it, and may remove that.", self.root, error,
                 )  # fmt: skip
             return False
-        self.writes += 1
+        self.on_write()
         return True
 
     def _run(self) -> None:
