@@ -64,3 +64,24 @@ def batch(jobs: str, as_json: bool) -> None:
     click.echo(json.dumps({"ok": ok, "jobs": [o.to_json() for o in outcomes]}) if as_json else batch_text(outcomes))
     if not ok:
         sys.exit(1)
+
+
+@click.command()
+@click.argument("hf_dir")
+@click.option(
+    "--as", "out", metavar="ROOT/STEP", help="Link or copy the files there. Default: the manifest goes into HF_DIR."
+)
+@JSON
+def adopt(hf_dir: str, out: str | None, as_json: bool) -> None:
+    """Write a manifest for a Hugging Face directory that some other trainer wrote, after checking it whole.
+
+    Its users then have hot reload and verification, too. Nothing is moved.
+    """
+    from mtx2vllm.converter.adopt import adopt as run
+    from mtx2vllm.converter.show import Bar
+
+    with Bar(enabled=sys.stderr.isatty()) as bar:
+        done = run(hf_dir, out, progress=bar.update)
+        for note in done.notes:
+            bar.say(note)
+    click.echo(json.dumps(done.to_json()) if as_json else done.sentence())
