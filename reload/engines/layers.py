@@ -39,7 +39,7 @@ ENGINE_BUFFERS = frozenset({"_k_scale", "_v_scale", "_q_scale", "_prob_scale"})
 STATE_PREFIX = "vllm_model."
 
 
-class Unsupported(InputError):  # noqa: N818
+class Unsupported(InputError):
     """This engine cannot take canonical weights; `problems` has one sentence for each reason."""
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from mtx2vllm.reload.engines.layers import Unsupported
 
+_BOUND = "_sinks_follow_weights"
+
 
 def bind(model: Any) -> int:
     """Bind every attention of `model` that has sinks; the number of those newly bound.
@@ -20,7 +22,7 @@ def bind(model: Any) -> int:
     bound = 0
     for path, module in model.named_modules():
         impl = getattr(module, "impl", None)
-        if impl is None or isinstance(impl, _Following) or getattr(impl, "sinks", None) is None:
+        if impl is None or getattr(impl, _BOUND, False) or getattr(impl, "sinks", None) is None:
             continue
         owner = model.get_submodule(path.rpartition(".")[0])
         if "sinks" not in owner._parameters:
@@ -33,12 +35,6 @@ def bind(model: Any) -> int:
     return bound
 
 
-class _Following:
-    """Marks an attention whose `sinks` are its owner's parameter."""
-
-    __slots__ = ()
-
-
 def _follow(impl: Any, owner: Any) -> None:
     import jax.numpy as jnp
     from torchax.interop import jax_view, torch_view
@@ -48,4 +44,4 @@ def _follow(impl: Any, owner: Any) -> None:
 
     kind = type(impl)
     vars(impl).pop("sinks")
-    impl.__class__ = type(kind.__name__, (_Following, kind), {"__slots__": (), "sinks": property(sinks)})
+    impl.__class__ = type(kind.__name__, (kind,), {_BOUND: True, "sinks": property(sinks)})

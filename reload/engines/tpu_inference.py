@@ -131,6 +131,7 @@ class TpuInference:
             if change.requests == "drain":
                 cores.finish_running(self._steps)
             cores.drain(self._steps)
+            _settle(self._live.runner)
             drained = time.monotonic()
             cores.forget(core, change.requests)
         except SwapFailed:
@@ -178,9 +179,22 @@ def _runner(core: Any) -> Any:
     runner = worker.model_runner
     if not hasattr(getattr(getattr(runner.model, "model", None), "vllm_model", None), "named_parameters"):
         raise Unsupported("the engine runs a model that is not torchax; start it with MODEL_IMPL_TYPE=vllm")
+    if runner.vllm_config.speculative_config is not None:
+        raise Unsupported("engines with speculative decoding cannot be reloaded: no version brings the draft model")
     if runner.vllm_config.lora_config is not None:
         raise Unsupported("engines with LoRA enabled cannot be reloaded; start it without --enable-lora")
     return runner
+
+
+def _settle(runner: Any) -> None:
+    """Write the last step's sampled tokens where the runner keeps requests.
+
+    With asynchronous scheduling the runner notes a zero for each token and fills it in after the next step's forward
+    pass. A request that is preempted in between would be recomputed with that zero as its last token.
+    """
+    if getattr(runner, "_pre_async_results", None) is not None:
+        runner._modify_prev_results()
+        runner._pre_async_results = None
 
 
 def _text_prefix(model: Any) -> str:

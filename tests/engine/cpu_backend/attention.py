@@ -65,7 +65,9 @@ def _attend(
         kv_cache = ragged.write(kv_cache, merge(k, v), at, pages)
     entries = ragged.gather(kv_cache, pages, kv_lens)
     entries = entries.reshape(*entries.shape[:2], -1, entries.shape[-1])
-    keys, values = (jnp.repeat(x, heads // kv_heads, axis=2).astype(jnp.float32) for x in split(entries, kv_heads, size))
+    keys, values = (
+        jnp.repeat(x, heads // kv_heads, axis=2).astype(jnp.float32) for x in split(entries, kv_heads, size)
+    )
     scores = jnp.einsum("tnd,tlnd->tnl", q.astype(jnp.float32), keys[at.sequence]) * sm_scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)

@@ -9,7 +9,7 @@ from . import ragged
 
 
 def install() -> None:
-    import tpu_inference.kernels.gdn.v3.wrapper as wrapper
+    from tpu_inference.kernels.gdn.v3 import wrapper
 
     wrapper.fused_conv1d_gdn = _conv_and_recur
 
@@ -53,9 +53,7 @@ def _conv_and_recur(
         memory = memory + k[:, :, None] * error[:, None, :]
         out = jnp.einsum("hk,hkv->hv", q, memory).reshape(-1)
         conv = conv.at[slot[t]].set(jnp.where(at.live[t], window[1:].astype(conv.dtype), conv[slot[t]]))
-        recurrent = recurrent.at[slot[t]].set(
-            jnp.where(at.live[t], memory.astype(recurrent.dtype), recurrent[slot[t]])
-        )
+        recurrent = recurrent.at[slot[t]].set(jnp.where(at.live[t], memory.astype(recurrent.dtype), recurrent[slot[t]]))
         return (conv, recurrent), jnp.where(at.live[t], out, 0).astype(qkv.dtype)
 
     return jax.lax.scan(step, (conv_state, recurrent_state), jnp.arange(count))
