@@ -4,6 +4,7 @@ A ring hands out contiguous ranges in a fixed order and takes them back in any; 
 when all before it are back. Bytes in flight are bounded by its size, whatever the ranges' sizes.
 """
 
+import contextlib
 import mmap
 from collections import deque
 from dataclasses import dataclass
@@ -35,7 +36,11 @@ class Ring:
     def __init__(self, nbytes: int) -> None:
         self.size = aligned(nbytes)
         # Anonymous and page-aligned; a page costs memory from its first use on.
-        self._memory = np.frombuffer(mmap.mmap(-1, self.size), np.uint8)
+        memory = mmap.mmap(-1, self.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)  # a strided copy touches a page a row, more than the TLB knows
+        self._memory = np.frombuffer(memory, np.uint8)
         self._out: deque[Range] = deque()
         self._head = 0
 

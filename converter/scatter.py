@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtx2vllm.converter.chunks import Landing, Piece, Range, landings, numbers, pieces
+from mtx2vllm.converter.copying import copy
 from mtx2vllm.converter.plan import Move, Plan, arithmetic
 from mtx2vllm.converter.slabs import Load, Part
 
@@ -44,7 +45,7 @@ class Scatter:
         """Copy the chunk's values into the bytes of a part."""
         region = region_of(self._plan, part, data)
         for move, piece, at, landing in self._pairs(part):
-            landing.of(region)[...] = arithmetic(move.op, piece.of(chunk)[at][landing.taken], region.dtype)
+            copy(landing.of(region), arithmetic(move.op, piece.of(chunk)[at][landing.taken], region.dtype))
 
     def size(self, part: Part) -> int:
         """How many bytes of a part come from this load."""
@@ -58,7 +59,7 @@ class Scatter:
         for move, piece, at, landing in self._pairs(part):
             begin, end = end, end + prod(landing.extents) * dtype.itemsize
             values = arithmetic(move.op, piece.of(chunk)[at][landing.taken], dtype)
-            data[begin:end].view(dtype).reshape(landing.extents)[...] = values
+            copy(data[begin:end].view(dtype).reshape(landing.extents), values)
 
     def unpack(self, part: Part, data: Bytes, packed: Bytes) -> None:
         """The inverse of `pack`: put its bytes into a part."""
@@ -66,7 +67,7 @@ class Scatter:
         end = 0
         for *_, landing in self._pairs(part):
             begin, end = end, end + prod(landing.extents) * region.itemsize
-            landing.of(region)[...] = packed[begin:end].view(region.dtype).reshape(landing.extents)
+            copy(landing.of(region), packed[begin:end].view(region.dtype).reshape(landing.extents))
 
 
 def region_of(plan: Plan, part: Part, data: Bytes) -> NDArray[Any]:
