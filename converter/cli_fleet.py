@@ -35,6 +35,9 @@ def follow(
     """
     if every and every_step:
         raise click.UsageError("--every and --all cannot be given together: --all is --every 1")
+    from mtx2vllm.converter.memory import keep_freed_memory
+
+    keep_freed_memory()
     from mtx2vllm.converter import follow_log, follow_run
     from mtx2vllm.converter.convert import Options
     from mtx2vllm.converter.follow import Following
@@ -54,6 +57,9 @@ def batch(jobs: str, as_json: bool) -> None:
 
     Everything is checked before anything runs. Exit status: 0 all done, 1 a job failed, 3 the file is bad.
     """
+    from mtx2vllm.converter.memory import keep_freed_memory
+
+    keep_freed_memory()
     from mtx2vllm.converter.batch import run_batch
     from mtx2vllm.converter.show import Bar
     from mtx2vllm.converter.show_fleet import batch_text
@@ -85,3 +91,50 @@ def adopt(hf_dir: str, out: str | None, as_json: bool) -> None:
         for note in done.notes:
             bar.say(note)
     click.echo(json.dumps(done.to_json()) if as_json else done.sentence())
+
+
+@click.command()
+@click.argument("root")
+@JSON
+def versions(root: str, as_json: bool) -> None:
+    """Show the versions of ROOT, and which replicas serve which."""
+    from mtx2vllm.converter.show_fleet import versions_text
+    from mtx2vllm.converter.versions import list_versions
+
+    fleet = list_versions(root)
+    click.echo(json.dumps(fleet.to_json()) if as_json else versions_text(fleet))
+
+
+@click.command()
+@click.argument("root")
+@click.argument("step", type=click.IntRange(0))
+def pin(root: str, step: int) -> None:
+    """Make every replica of ROOT serve version STEP, within one poll interval, until `unpin`."""
+    from mtx2vllm.converter.versions import pin as run
+
+    run(root, step)
+    click.echo(f"{root} is pinned to {step}")
+
+
+@click.command()
+@click.argument("root")
+def unpin(root: str) -> None:
+    """Let the replicas of ROOT follow their policy again."""
+    from mtx2vllm.converter.versions import unpin as run
+
+    run(root)
+    click.echo(f"{root} is not pinned")
+
+
+@click.command()
+@click.argument("root")
+@click.option("--keep", type=click.IntRange(1), required=True, help="How many of the newest versions stay in any case.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
+@JSON
+def prune(root: str, keep: int, dry_run: bool, as_json: bool) -> None:
+    """Remove old versions of ROOT; never one that is newest, pinned, served by a live replica, or being written."""
+    from mtx2vllm.converter.show_fleet import pruned_text
+    from mtx2vllm.converter.versions import prune as run
+
+    pruned = run(root, keep, dry_run)
+    click.echo(json.dumps(pruned.to_json()) if as_json else pruned_text(pruned))

@@ -1,0 +1,116 @@
+"""versions, pin, unpin, prune, as typed; what decides lies in converter/versions.py and is tested there."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from versions import arrays, write_version
+
+from mtx2vllm.converter.cli import main
+from mtx2vllm.converter.show_fleet import duration
+
+NOW = time.time()
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def lease(root: Path, replica: str, loaded: int | None, age: float = 5.0, **facts: object) -> None:
+    path = root / ".agents" / f"{replica}.json"
+    path.parent.mkdir(exist_ok=True)
+    content = {"replica": replica, "loaded": loaded, "state": "serving", "heartbeat": time.time() - age, "ttl_s": 120}
+    path.write_text(json.dumps(content | facts))
+    os.utime(path, (time.time() - age,) * 2)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (9, 10, 100):
+        write_version(tmp_path / str(step), arrays(step))
+    write_version(tmp_path / "110", arrays(110), commit=False)
+    lease(tmp_path, "sampler-0", 100)
+    lease(tmp_path, "sampler-1", 10, error="version 100 is refused")
+    lease(tmp_path, "sampler-2", 9, age=1000)
+    return tmp_path
+
+
+def lines(result: Result) -> dict[str, str]:
+    """Rows of the tables by their first word."""
+    return {line.split()[0]: line for line in result.stdout.splitlines() if line.split()}
+
+
+def test_the_table_says_who_serves_what_and_who_lags(root: Path) -> None:
+    shown = lines(run("versions", root))
+    assert "complete, newest" in shown["100"]
+    assert shown["100"].endswith("sampler-0")
+    assert "complete" not in shown["110"]
+    assert shown["9"].rstrip().endswith("complete")  # a dead replica serves nothing
+    assert "up to date" in shown["sampler-0"]
+    assert "1 version, 90 steps" in shown["sampler-1"]
+    assert "version 100 is refused" in shown["sampler-1"]
+    assert "dead (lease expired)" in shown["sampler-2"]
+    assert list(shown)[1:5] == ["110", "100", "10", "9"]
+
+
+def test_as_json(root: Path) -> None:
+    told = json.loads(run("versions", root, "--json").stdout)
+    assert [v["step"] for v in told["versions"]] == [110, 100, 10, 9]
+    assert {r["replica"]: r["alive"] for r in told["replicas"]} == {
+        "sampler-0": True,
+        "sampler-1": True,
+        "sampler-2": False,
+    }
+
+
+def test_pin_and_unpin(root: Path) -> None:
+    assert run("pin", root, 10).exit_code == 0
+    shown = lines(run("versions", root))
+    assert "pinned" in shown["10"]
+    assert "90 steps ahead of the pin" in shown["sampler-0"]
+    assert "up to date" in shown["sampler-1"]
+    assert run("unpin", root).exit_code == 0
+    assert not (root / ".pin.json").exists()
+
+
+def test_what_is_not_complete_cannot_be_pinned(root: Path) -> None:
+    result = run("pin", root, 110)
+    assert result.exit_code == 3
+    assert "holds no complete version 110" in result.stderr
+    assert not (root / ".pin.json").exists()
+
+
+def test_prune_shows_first_and_keeps_what_is_served(root: Path) -> None:
+    shown = run("prune", root, "--keep", 1, "--dry-run")
+    assert "would remove 9" in shown.stdout
+    assert (root / "9").exists()
+    shown = run("prune", root, "--keep", 1)
+    assert "keeps 10: served by sampler-1" in shown.stdout
+    assert "removed 1 version," in shown.stdout
+    assert sorted(p.name for p in root.iterdir() if p.name[0] != ".") == ["10", "100", "110"]
+
+
+def test_an_empty_root(tmp_path: Path) -> None:
+    assert "holds no versions" in run("versions", tmp_path).stdout
+
+
+def test_every_and_all_contradict(tmp_path: Path) -> None:
+    assert run("follow", tmp_path, tmp_path, "--every", 2, "--all").exit_code == 2
+
+
+def test_help_costs_nothing() -> None:
+    heavy = "{'numpy', 'tensorstore', 'pydantic', 'rich', 'yaml', 'prometheus_client', 'google'} & set(sys.modules)"
+    code = f"import sys, mtx2vllm.converter.cli_fleet; sys.exit(bool({heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (0.4, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (200000, "2 d")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
