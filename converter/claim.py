@@ -2,9 +2,11 @@
 
 `OUT/.mtx2vllm.claim.json` is created before anything else (of two writers exactly one succeeds), names every file that
 the run will write, is renewed while it runs, and goes after the manifest is there. A directory with a claim and no
-manifest is a run in progress or a killed one: the claim's age, or its process on this host, tells which.
+manifest is a run in progress or a killed one: the claim's age, or its process on this host, tells which. With a
+manifest, the files that it names are a version's, and cleaning leaves them alone.
 """
 
+import contextlib
 import os
 import socket
 import threading
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mtx2vllm.converter.errors import InputError, LostRace, StorageError
+from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError
 from mtx2vllm.converter.storage import LEFTOVER, Store, join, store_for
 from mtx2vllm.schemas import manifest
 
@@ -44,6 +46,9 @@ class Claim:
         self._path = join(out, NAME)
         self._files: tuple[str, ...] = ()
         self._generation = 0
+        self._lost = False
+        local = self.store.local(out)
+        self._made = local is not None and not Path(local).exists()  # an OUT of ours goes again when the run fails
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,9 +63,33 @@ class Claim:
         self._stop.set()
         if self._thread:
             self._thread.join()
-        if kind is not None:
+        if kind is None:
+            self._release()
+            return
+        with contextlib.suppress(OSError, Mtx2vllmError):  # the first error is the one to be told
+            self.require()
             remove(self.store, self.out, self._files)
-        self.store.delete(self._path)
+            self._release()
+            if self._made:
+                _remove_empty(self.store, self.out)
+
+    def _release(self) -> None:
+        with contextlib.suppress(LostRace):  # whoever has taken it over keeps it
+            self.store.delete(self._path, self._generation)
+
+    def require(self) -> None:
+        """Make sure that the directory is still ours.
+
+        Raises:
+            LostRace: another writer has taken it over, since this one was silent for too long.
+        """
+        with self._lock:
+            stat = self.store.stat(self._path)
+            if self._lost or stat is None or stat.generation != self._generation:
+                raise LostRace(
+                    f"{self.out} was taken over by another writer{_whose(self.store, self.out)}, since this one did not renew "
+                    "its claim in time (was it suspended?); nothing was published"
+                )
 
     def announce(self, files: Sequence[str]) -> None:
         """Say which files will be written, before the first is."""
@@ -73,10 +102,11 @@ class Claim:
             with self._lock:
                 try:
                     self._write()
-                except (OSError, StorageError):
-                    continue  # the next beat may pass; a claim that is lost shows when the manifest is created
                 except LostRace:
+                    self._lost = True
                     return
+                except (OSError, Mtx2vllmError):
+                    continue  # the next beat may pass
 
     def _write(self) -> None:
         stat = self.store.replace(self._path, self._record().model_dump_json().encode(), self._generation)
@@ -113,22 +143,43 @@ def _take(store: Store, out: str, data: bytes, now: float) -> int:
     stat, record = store.stat(path), read(store, out)
     if stat is None:
         raise LostRace(f"{out} was released by another writer just now; run again")
-    if record is not None and is_live(record, stat.modified, now):
+    alive = now - stat.modified <= TTL_S if record is None else is_live(record, stat.modified, now)
+    if alive:
         raise LostRace(
-            f"{out} is being written by process {record.pid} on {record.host}; wait for it, or give another OUT. If that "
-            f"run is dead, its claim expires {record.ttl_s:.0f} s after its last heartbeat"
+            f"{out} is being written{_whose(store, out)}; wait for it, or give another OUT. If that run is dead, its claim "
+            f"expires {TTL_S:.0f} s after its last heartbeat"
         )
-    taken = store.replace(path, data, stat.generation)
+    try:
+        taken = store.replace(path, data, stat.generation)
+    except LostRace:
+        raise LostRace(f"{out} was taken over from a dead run by another writer just now{_whose(store, out)}") from None
     remove(store, out, record.files if record else ())
     return taken.generation
 
 
+def _whose(store: Store, out: str) -> str:
+    record = read(store, out)
+    return f" by process {record.pid} on {record.host}" if record else ""
+
+
 def remove(store: Store, out: str, files: Iterable[str]) -> None:
-    """Delete what a run has written, and what its killed uploads left. Nothing else is touched."""
-    for name in files:
-        if manifest.is_inside(name):
-            store.delete(join(out, name))
+    """Delete what a run has written, and what its killed uploads left. Nothing else is touched, and the files of a
+    published version stay."""
+    if store.stat(join(out, manifest.NAME)) is None:
+        for name in files:
+            if manifest.is_inside(name):
+                store.delete(join(out, name))
     store.clean_leftovers(out)
+    for folder in {name.partition("/")[0] for name in files if "/" in name}:
+        _remove_empty(store, join(out, folder))
+
+
+def _remove_empty(store: Store, directory: str) -> None:
+    """Remove a local directory that holds nothing; object stores have none."""
+    local = store.local(directory)
+    if local is not None:
+        with contextlib.suppress(OSError):
+            Path(local).rmdir()
 
 
 def process_started(pid: int) -> int:

@@ -1,8 +1,8 @@
 """The local store: files written by offset, small files that appear whole.
 
-Nothing is renamed to publish a shard: a shard has its final name from the start, and only the manifest makes it count.
-Small files (manifest, leases, pin) are written under a temporary name and linked (`create`) or renamed (`replace`)
-into place, so that a reader sees all of them or nothing.
+A shard is written under a temporary name and gets its own when it is whole; only the manifest makes it count, so that
+nothing depends on a rename being seen by others in time. Small files (manifest, leases, pin) are written under a
+temporary name and linked (`create`) or renamed (`replace`) into place, so that a reader sees all of them or nothing.
 """
 
 import contextlib

@@ -85,7 +85,9 @@ def _from_hub(name: str) -> HfSource:
 def _load(store: Store, path: str) -> dict[str, Any]:
     stat = store.stat(path)
     if stat is not None and stat.size > _MOST_BYTES:
-        raise InputError(f"{path} has {stat.size:,} bytes, far more than a config; --hf-config wants a Hugging Face config.json")
+        raise InputError(
+            f"{path} has {stat.size:,} bytes, far more than a config; --hf-config wants a Hugging Face config.json"
+        )
     try:
         config = json.loads(store.read(path))
     except (ValueError, RecursionError, FileNotFoundError) as error:

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
 
@@ -16,39 +17,47 @@ from mtx2vllm.converter.hf_files import CONFIG, local_path
 from mtx2vllm.converter.job import Job
 from mtx2vllm.converter.shards import DTYPES, ShardFile
 from mtx2vllm.converter.source import open_leaf
-from mtx2vllm.converter.storage import RangeWriter, basename, join, parent, store_for
+from mtx2vllm.converter.storage import RangeWriter, Stat, basename, join, parent, store_for
 from mtx2vllm.schemas import manifest as manifests
 from mtx2vllm.schemas.manifest import FileEntry, Manifest, Source, TensorEntry, Unchanged
 
 INDEX = "model.safetensors.index.json"
+REMOTE_WRITERS = 4  # uploads at a time: each waits for the network
 Previous = tuple[int, Manifest]  # a version of the same root, and its number
 
 
 class Publisher:
-    """A version directory while it is written. Leaving with an exception removes what was written."""
+    """A version directory while it is written. Leaving with an exception removes what was written, and what stood there
+    before stays: an old version goes when all of the new one's bytes are on the disk, not earlier."""
 
     def __init__(self, out: str, *, overwrite: bool) -> None:
         self.out, self.overwrite = out, overwrite
         self.store = store_for(out)
         self._claim = claims.Claim(out)
         self._copied: dict[int, TensorResult] = {}
+        self._old: tuple[int, Manifest] | None = (
+            None  # generation of a manifest that will be replaced, and what it says
+        )
+        self._shards: list[_Deferred] = []
 
     def __enter__(self) -> "Publisher":
         if not self.overwrite:
             self._refuse_committed()
         self._claim.__enter__()
         try:
-            self._clear()
+            self._look()
         except BaseException as error:
             self._claim.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        for shard in self._shards:
+            shard.abort()
         self._claim.__exit__(kind, error, trace)
 
     def run(self, job: Job, progress: Callable[[int, int], None] | None) -> dict[int, TensorResult]:
-        """Write the shards."""
+        """Write the shards' bytes."""
         self._claim.announce(_names(job))
         total, done = sum(s.size for s in (*job.shards, *job.copy_shards)), 0
 
@@ -59,15 +68,19 @@ class Publisher:
                 progress(done, total)
 
         def sink(shard: ShardFile) -> RangeWriter:
-            return self.store.writer(join(self.out, shard.name), shard.size)
+            self._shards.append(_Deferred(self.store.writer(join(self.out, shard.name), shard.size)))
+            return self._shards[-1]
 
+        local = self.store.local(self.out) is not None
         results = run(
             job.plan,
             job.shards,
             lambda leaf: open_leaf(job.checkpoint, leaf),
             sink,
-            budget=job.options.memory_budget,
+            made=job.schedule(self.out),
             workers=job.options.workers or os.cpu_count() or 1,
+            writers=1 if local else REMOTE_WRITERS,
+            scratch=self.out if local else None,
             progress=count,
         )
         self._copied = bases.copy(job.copies, job.copy_shards, sink, count)
@@ -76,17 +89,23 @@ class Publisher:
     def publish(
         self, job: Job, checkpoint: str, results: Mapping[int, TensorResult], previous: Previous | None = None
     ) -> Manifest:
-        """Write the side files, then the manifest. Tensors equal to those of `previous` are counted in it.
+        """Let an old version go, then put shards, side files and manifest in its place. Tensors equal to those of
+        `previous` are counted.
 
         Raises:
             LostRace: another writer has published meanwhile.
         """
         side = _side_bytes(job)
+        self._claim.require()
+        self._let_go(job)
+        for shard in self._shards:
+            shard.writer.commit()
         for name, data in side.items():
             self.store.replace(join(self.out, name), data)
         made = _manifest(job, checkpoint, _entries(job, results, self._copied), side)
         if previous is not None:
             made = made.model_copy(update={"unchanged": _unchanged(made, *previous)})
+        self._claim.require()
         try:
             self.store.create(join(self.out, manifests.NAME), made.dumps())
         except LostRace:
@@ -101,22 +120,42 @@ class Publisher:
                 f"{self.out} is a finished version already ({_who(self.out)}); pass --overwrite to replace it"
             )
 
-    def _clear(self) -> None:
-        """Make room: an old version of ours goes manifest first, foreign files stay and stop us."""
+    def _look(self) -> None:
+        """What is there: nothing, an old version of ours, or foreign files, which stop us."""
         path = join(self.out, manifests.NAME)
         stat = self.store.stat(path)
         if stat is None:
             claims.refuse_foreign(self.store, self.out, ())
             return
-        self._refuse_committed_unless_allowed()
-        old = Manifest.parse(self.store.read(path))
-        claims.refuse_foreign(self.store, self.out, {manifests.NAME, *old.files})
-        self.store.delete(path, stat.generation)
-        claims.remove(self.store, self.out, old.files)
-
-    def _refuse_committed_unless_allowed(self) -> None:
         if not self.overwrite:
             self._refuse_committed()
+        self._refuse_served()
+        try:
+            old = Manifest.parse(self.store.read(path))
+        except ValueError as error:
+            raise InputError(
+                f"{self.out} cannot be overwritten, since nobody can tell which files are its: {error}. Remove the directory, "
+                "or give another OUT"
+            ) from None
+        if old.source.kind == "hf":
+            raise InputError(
+                f"{self.out} is an adopted Hugging Face directory, whose files mtx2vllm did not write; give another OUT"
+            )
+        claims.refuse_foreign(self.store, self.out, {manifests.NAME, *old.files})
+        self._old = stat.generation, old
+
+    def _let_go(self, job: Job) -> None:
+        """Delete the version that is overwritten, its manifest first."""
+        if self._old is None:
+            return
+        self._refuse_served()
+        generation, old = self._old
+        self._claim.announce(sorted({*_names(job), *old.files}))
+        self.store.delete(join(self.out, manifests.NAME), generation)
+        for name in old.files:
+            self.store.delete(join(self.out, name))
+
+    def _refuse_served(self) -> None:
         step = roots.step_of(basename(self.out))
         if step is None:
             return
@@ -130,6 +169,25 @@ class Publisher:
                 f"{self.out} is being served by {', '.join(holders[:3])}; a version in use is not overwritten. Publish under "
                 "another step, or stop them"
             )
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    """A shard that gets its name when the whole version does: `commit` says only that its bytes are all written."""
+
+    writer: RangeWriter
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """See `RangeWriter.write`."""
+        self.writer.write(offset, data)
+
+    def commit(self) -> Stat:
+        """See above; the size is all that is known yet."""
+        return Stat(0, 0, 0.0)
+
+    def abort(self) -> None:
+        """See `RangeWriter.abort`."""
+        self.writer.abort()
 
 
 def _who(out: str) -> str:

@@ -6,12 +6,13 @@ pages are given back.
 """
 
 import os
+import secrets
 import threading
 from pathlib import Path
 
 from mtx2vllm.converter import posix
 from mtx2vllm.converter.errors import LostRace, Mtx2vllmError
-from mtx2vllm.converter.storage import Stat
+from mtx2vllm.converter.storage import LEFTOVER, Stat
 
 WINDOW = 32 << 20  # bytes per window; 2 x 32 MiB keeps a disk busy, and more only costs fresh pages
 _MANY = 64  # extents a window; beyond that one call over the whole span is cheaper
@@ -23,10 +24,12 @@ class FileRangeWriter:
     """See `RangeWriter`. Threads may write at the same time: only the bookkeeping is locked."""
 
     def __init__(self, path: str, size: int) -> None:
-        """Unlink what was at `path` and begin a file of `size` bytes. Raises OSError, a full disk included."""
+        """Begin a file of `size` bytes; until `commit`, what was at `path` stays there. Raises OSError, a full disk
+        included."""
         self._path, self._size = Path(path), size
-        self._path.unlink(missing_ok=True)  # a mapped file keeps its bytes; truncating would take them away
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._before = _identity(self._path)
+        self._hidden = self._path.with_name(f"{LEFTOVER}{secrets.token_hex(8)}")
+        self._fd = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._lock = threading.Lock()
         self._written = 0
         self._dirty: list[Extent] = []
@@ -80,23 +83,31 @@ class FileRangeWriter:
         with posix.sentences(str(self._path), self._size):
             os.fsync(self._fd)
             posix.drop_pages(self._fd, 0, 0)
+            if _identity(self._path) not in {None, self._before}:
+                self.abort()
+                raise LostRace(f"{self._path} was written by another process meanwhile; ours was not put there.")
+            self._hidden.replace(self._path)  # a mapped file keeps its bytes; truncating would take them away
             ours = os.fstat(self._fd)
             os.close(self._fd)
             self._fd = -1
             posix.sync_directory(self._path.parent)
-            if not self._path.exists() or not os.path.samestat(self._path.stat(), ours):
-                raise LostRace(f"{self._path} was replaced by another writer while it was written.")
             return posix.stat_of(ours)
 
     def abort(self) -> None:
         """See `RangeWriter.abort`."""
         if self._fd < 0:
             return
-        ours = os.fstat(self._fd)
         os.close(self._fd)
         self._fd = -1
-        if self._path.exists() and os.path.samestat(self._path.stat(), ours):
-            self._path.unlink(missing_ok=True)
+        self._hidden.unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def merged(extents: list[Extent]) -> list[Extent]:

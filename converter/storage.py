@@ -97,8 +97,8 @@ class Store(Protocol):
         """Remove below `path` what killed writers left (names that start with `LEFTOVER`); the number of files."""
 
     def writer(self, path: str, size: int) -> RangeWriter:
-        """Begin a file of `size` bytes that is written in ranges. What was there before is unlinked, not truncated:
-        it may be mapped."""
+        """Begin a file of `size` bytes that is written in ranges. What is there already stays until `commit`, and is
+        then unlinked, not truncated: it may be mapped."""
 
     def kvstore(self, path: str) -> dict[str, Any]:
         """The TensorStore kvstore spec of a directory."""

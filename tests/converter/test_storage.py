@@ -252,15 +252,17 @@ def test_an_aborted_or_incomplete_file_is_gone(tmp_path: Path) -> None:
     assert list(STORE.walk(str(tmp_path))) == []
 
 
-def test_of_two_writers_of_one_file_the_first_learns_that_it_lost(tmp_path: Path) -> None:
+def test_of_two_writers_of_one_file_the_second_learns_that_it_lost(tmp_path: Path) -> None:
     path = str(tmp_path / "f")
     writers = [STORE.writer(path, 1) for _ in range(2)]
     for writer, byte in zip(writers, (b"1", b"2"), strict=True):
         writer.write(0, memoryview(byte))
+    assert not Path(path).exists()
+    writers[0].commit()
     with pytest.raises(LostRace):
-        writers[0].commit()
-    writers[1].commit()
-    assert STORE.read(path) == b"2"
+        writers[1].commit()
+    assert STORE.read(path) == b"1"
+    assert list(STORE.walk(str(tmp_path))) == ["f"]
 
 
 @pytest.mark.parametrize("call", ["allocate", "pwrite"])
