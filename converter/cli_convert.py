@@ -77,6 +77,9 @@ def convert(ckpt: str, out: str, dry_run: bool, as_json: bool, **chosen: Any) ->
 
     CKPT is a run, its checkpoints/, a step, or a step's items/; both may be gs://.
     """
+    from mtx2vllm.converter.memory import keep_freed_memory
+
+    keep_freed_memory()
     from mtx2vllm.converter.convert import Options, prepare
     from mtx2vllm.converter.convert import convert as run
 

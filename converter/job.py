@@ -12,8 +12,10 @@ from mtx2vllm.converter.errors import InputError, UsageError
 from mtx2vllm.converter.expect import is_scanned, predict, units
 from mtx2vllm.converter.infer import infer
 from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.schedule import Schedule, needs_of
 from mtx2vllm.converter.shards import ShardFile, layout
 from mtx2vllm.converter.source import Checkpoint, open_checkpoint
+from mtx2vllm.converter.storage import store_for
 from mtx2vllm.schemas.model import ConfigError, architecture_of, default_rope, model_of, schema_of
 from mtx2vllm.schemas.rules import Model, Schema
 
@@ -60,6 +62,15 @@ class Job:
     def nbytes(self) -> int:
         """Bytes of all tensors that are written."""
         return self.plan.nbytes + sum(t.nbytes for t in self.copies.tensors)
+
+    def schedule(self, out: str) -> Schedule:
+        """How the budget is used for a version at `out`, and what a run needs.
+
+        Raises:
+            InputError: the budget is too small; says by how much.
+        """
+        remote_source, remote_sink = (store_for(at).local(at) is None for at in (self.checkpoint.items, out))
+        return needs_of(self.plan, self.options.memory_budget, remote_source=remote_source, remote_sink=remote_sink)
 
 
 def plan(

@@ -97,6 +97,15 @@ def schedule(plan: Plan, budget: int, *, runs: int = RUNS, join: float = JOIN) -
     )
 
 
+def needs_of(plan: Plan, budget: int, *, remote_source: bool = False, remote_sink: bool = False) -> Schedule:
+    """The schedule of a run, by where its ends lie: nothing crosses a network twice, and objects want whole tensors.
+
+    Raises:
+        InputError: as `schedule`.
+    """
+    return schedule(plan, budget, runs=1 if remote_source else RUNS, join=1.0 if remote_sink else JOIN)
+
+
 def least(plan: Plan) -> int:
     """The smallest budget that a plan can be carried out with: its largest chunk, and two rows of its tensors."""
     largest, row = _extremes(plan)

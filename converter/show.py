@@ -8,6 +8,7 @@ from typing import Any, TextIO
 from mtx2vllm.converter.convert import Converted
 from mtx2vllm.converter.job import Job
 from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.schedule import Schedule
 from mtx2vllm.converter.verify import Verification
 
 _BAR_EVERY_S = 0.1
@@ -130,6 +131,7 @@ def job_json(job: Job, out: str) -> dict[str, Any]:
         "out": out,
         "step": job.checkpoint.step,
         "files": [{"name": s.name, "bytes": s.size} for s in job.shards],
+        "needs": needs_json(job.schedule(out)),
         "side_files": sorted([*job.side, *(["config.json"] if job.config else [])]),
         "notes": list(job.notes),
     }
@@ -138,7 +140,29 @@ def job_json(job: Job, out: str) -> dict[str, Any]:
 def job_text(job: Job, out: str) -> str:
     """A dry run for people."""
     files = [f"would write {out}/{s.name}: {size(s.size)}" for s in job.shards]
-    return "\n".join([*job.notes, plan_text(job.plan), *files, "nothing was written"])
+    return "\n".join([*job.notes, plan_text(job.plan), *files, needs_text(job.schedule(out)), "nothing was written"])
+
+
+def needs_json(made: Schedule) -> dict[str, Any]:
+    """What a run will need, in bytes, and which stacks do not fit into the budget."""
+    return {
+        "memory": made.memory,
+        "scratch": made.scratch,
+        "read": made.read,
+        "written": made.written + made.spilled,
+        "oversize": [
+            {"leaves": list(o.leaves), "how": o.how, "bytes": o.nbytes, "why": o.reason} for o in made.oversize
+        ],
+    }
+
+
+def needs_text(made: Schedule) -> str:
+    """The same in words."""
+    head = (
+        f"needs {size(made.memory)} of memory and {size(made.scratch)} of scratch space, reads {size(made.read)}, writes "
+        f"{size(made.written + made.spilled)}"
+    )
+    return "\n".join([head, *(f"  {', '.join(o.leaves)}: {o.how}: {o.reason}" for o in made.oversize)])
 
 
 def inspect_json(checkpoint: str, step: int | None, allow_uncommitted: bool) -> dict[str, Any]:
