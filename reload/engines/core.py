@@ -54,6 +54,7 @@ class ProcessSteps:
 
     def __init__(self, core: Any) -> None:
         self.core = core
+        self._thread = threading.current_thread()  # the loop's: it is about to begin
         dispatch = core._handle_client_request
 
         def handle(kind: Any, request: Any) -> None:
@@ -67,6 +68,8 @@ class ProcessSteps:
     def run[T](self, job: Callable[[], T]) -> T:
         from vllm.v1.engine import EngineCoreRequestType
 
+        if threading.current_thread() is self._thread:
+            return job()
         item = _Job(job)
         self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, item))
         while not item.done.wait(0.2):
@@ -213,3 +216,15 @@ def hold(core: Any, held: bool) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL if held else PauseState.UNPAUSED)
+
+
+def refuse(core: Any, why: str | None) -> None:
+    """Let every new request fail with `why`, or (None) take requests again."""
+    vars(core).pop("preprocess_add_request", None)
+    if why is None:
+        return
+
+    def no(*_: Any) -> Any:
+        raise ValueError(why)
+
+    core.preprocess_add_request = no

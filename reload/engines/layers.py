@@ -149,10 +149,10 @@ def _linear(path: str, module: Any, live: Arrays) -> Unit:
     width = live[weights[0]].shape[0]
     # A bias that the layer hands to its caller is not processed with the weight: it stays a plain tensor.
     processed_bias = bool(biases) and not module.skip_bias_add
-    heads = _kv_heads(module)
+    heads = kv_heads(module)
     rows = sum(live[w].shape[-1] for w in weights)
     if heads:
-        rows = heads.q + heads.kv * (heads.key + heads.value)
+        rows = heads.rows
     specs = {f"{path}.weight": TensorSpec((rows, width), np.dtype(live[weights[0]].dtype))}
     if processed_bias:
         specs[f"{path}.bias"] = TensorSpec((rows,), np.dtype(live[biases[0]].dtype))
@@ -169,7 +169,7 @@ def _linear(path: str, module: Any, live: Arrays) -> Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class _KvHeads:
+class KvHeads:
     """Rows of a fused QKV projection: `q` of them for queries, `kv` heads of `key` and `value` rows, each head repeated
     `replicas` times in the engine, where there are fewer of them than shards."""
 
@@ -178,6 +178,11 @@ class _KvHeads:
     key: int
     value: int
     replicas: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the canonical tensor."""
+        return self.q + self.kv * (self.key + self.value)
 
     def repeat(self, fused: jax.Array) -> jax.Array:
         """`fused` [rows, ...] with every KV head repeated."""
@@ -191,18 +196,19 @@ class _KvHeads:
         return jnp.concatenate([q, *repeated])
 
 
-def _kv_heads(module: Any) -> _KvHeads | None:
+def kv_heads(module: Any) -> KvHeads | None:
+    """How a fused QKV projection is made up; None for any other module."""
     from vllm.model_executor.layers.linear import QKVParallelLinear
 
     if not isinstance(module, QKVParallelLinear):
         return None
     kv, replicas = module.total_num_kv_heads, getattr(module, "num_kv_head_replicas", 1)
     q, k, v = module.output_sizes
-    return _KvHeads(q, kv, k // (kv * replicas), v // (kv * replicas), replicas)
+    return KvHeads(q, kv, k // (kv * replicas), v // (kv * replicas), replicas)
 
 
 @cache
-def _linear_process(sizes: tuple[int, ...], shards: int, fused: bool, heads: _KvHeads | None) -> Any:
+def _linear_process(sizes: tuple[int, ...], shards: int, fused: bool, heads: KvHeads | None) -> Any:
     """A compiled function of weight [out, in] and bias [out] or None -> lists of the engine's weights and biases."""
     from tpu_inference.layers.common.process_weights.linear_weights import LinearWeights, process_linear_weights
 
@@ -334,6 +340,13 @@ def _followers(model: Any, rest: Arrays, *, tied: bool) -> dict[str, str]:
         if isinstance(module, ParallelLMHead) and name in rest and inputs:
             found[name] = next((i for i in inputs if rest[i].shape == rest[name].shape), inputs[0])
     return found
+
+
+def text_prefix(model: Any) -> str:
+    """Where the language model lies in a multimodal one, with a dot; empty elsewhere."""
+    get = getattr(model, "get_language_model", None)
+    inner = get() if get else model
+    return next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")
 
 
 def _is_engine_buffer(model: Any, name: str) -> bool:

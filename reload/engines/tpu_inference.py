@@ -14,7 +14,7 @@ import numpy as np
 from mtx2vllm.reload.engine import Change, SwapFailed, SwapTimings, TensorSpec
 from mtx2vllm.reload.engines import core as cores
 from mtx2vllm.reload.engines import exchange, sinks
-from mtx2vllm.reload.engines.layers import Unit, Unsupported, plan
+from mtx2vllm.reload.engines.layers import Unit, Unsupported, plan, text_prefix
 from mtx2vllm.reload.engines.live import Live, bytes_of, placement, put
 
 ROOM = 1.15  # a doubled swap wants this many times the change free on the device
@@ -32,13 +32,21 @@ class TpuInference:
         self.replica_suffix = replica_suffix
         self._live = Live(_runner(core))
         self._native = hasattr(self._live.runner.model, "load_canonical_weights")
-        text = _text_prefix(self._live.model)
-        units = plan(self._live.model, self._live.arrays(), tied=_is_tied(self._live.runner))
+        text = text_prefix(self._live.model)
+        units = self._plan()
         self._units = [unit for unit in units if all(name.startswith(text) for name in unit.specs)]
         self._others = [unit for unit in units if unit not in self._units]
         if sinks.bind(self._live.model):
             jax.clear_caches()  # steps compiled before hold the old sinks as constants
         self._steps = cores.attach(core)
+
+    def _plan(self) -> list[Unit]:
+        try:
+            return plan(self._live.model, self._live.arrays(), tied=_is_tied(self._live.runner))
+        except Unsupported:
+            if not self._native:
+                raise
+            return []  # the engine's own loader may know layers that we do not
 
     def specs(self) -> Mapping[str, TensorSpec]:
         if self._native:
@@ -70,6 +78,15 @@ class TpuInference:
     def set_ready(self, ready: bool) -> None:
         self._steps.run(lambda: cores.hold(self._steps.core, not ready))
 
+    @property
+    def dummy(self) -> bool:
+        """Whether the engine was started with random weights."""
+        return bool(self._live.runner.vllm_config.load_config.load_format == "dummy")
+
+    def refuse(self, why: str | None) -> None:
+        """Fail new requests with this sentence; None: take them again."""
+        self._steps.run(lambda: cores.refuse(self._steps.core, why))
+
     def alive(self) -> bool:
         return self._steps.alive()
 
@@ -95,6 +112,8 @@ class TpuInference:
         """Everything that can be done while the engine serves; what is left to do between two steps."""
         if self._native and set(change.weights) == set(self.specs()):
             return self._native_write(change)
+        if not self._units:
+            raise SwapFailed("the engine's own loader takes whole versions only")
         if change.mode == "double":
             new = exchange.build_on_device(self._live, self._units, change.weights)
             return lambda: exchange.exchange(self._live, new)
@@ -195,13 +214,6 @@ def _settle(runner: Any) -> None:
     if getattr(runner, "_pre_async_results", None) is not None:
         runner._modify_prev_results()
         runner._pre_async_results = None
-
-
-def _text_prefix(model: Any) -> str:
-    """Where the language model lies in a multimodal one, with a dot; empty elsewhere."""
-    get = getattr(model, "get_language_model", None)
-    inner = get() if get else model
-    return next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")
 
 
 def _is_tied(runner: Any) -> bool:

@@ -1,0 +1,103 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes.
+
+It makes the load format `mtx2vllm` known everywhere. With `MTX2VLLM_WATCH` set, every engine core gets an agent: one that
+runs in a process of its own when its loop begins, one in the caller's process when it is made.
+"""
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mtx2vllm.reload.engines import loader
+from mtx2vllm.reload.settings import Settings, read_environment
+
+log = logging.getLogger(__name__)
+
+_once = threading.Lock()
+_registered: list[bool] = []
+
+
+def register() -> None:
+    """Hook into this process; a second call does nothing.
+
+    Raises:
+        InputError: the environment's settings are wrong. A sampler that should follow and cannot must not start.
+    """
+    with _once:
+        if _registered:
+            return
+        loader.register()
+        settings = read_environment()
+        if settings is not None:
+            _follow(settings)
+        _registered.append(True)
+
+
+def _follow(settings: Settings) -> None:
+    from vllm.v1.engine import core, core_client
+    from vllm.v1.executor import uniproc_executor
+
+    for kind in (core.EngineCoreProc, core.DPEngineCoreProc):
+        _wrap(kind, "run_busy_loop", functools.partial(_loop_with_agent, settings=settings))
+    _wrap(core_client.InprocClient, "__init__", functools.partial(_client_with_agent, settings=settings))
+    _wrap(uniproc_executor.UniProcExecutor, "_init_executor", _bind_before_compiling)
+
+
+def _wrap(kind: type, name: str, around: Callable[..., Any]) -> None:
+    """Replace `kind.name` by a call of `around(original, self, ...)`."""
+    original = vars(kind)[name]
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(functools.partial(original, self), self, *args, **kwargs)
+
+    setattr(kind, name, wrapped)
+
+
+def _loop_with_agent(loop: Callable[[], Any], core: Any, *, settings: Settings) -> Any:
+    agent = _start_agent(core, settings)
+    try:
+        return loop()
+    finally:
+        agent.stop(timeout=1.0)
+
+
+def _client_with_agent(init: Callable[..., Any], client: Any, *args: Any, settings: Settings, **kwargs: Any) -> None:
+    init(*args, **kwargs)
+    client.mtx2vllm_agent = _start_agent(client.engine_core, settings)
+
+
+def _start_agent(core: Any, settings: Settings) -> Any:
+    """Attach an agent to a core. What stands in its way stops the engine's start: it would serve, and not follow."""
+    from mtx2vllm.reload.agent import ReloadAgent
+    from mtx2vllm.reload.engines.tpu_inference import TpuInference
+
+    config = core.vllm_config
+    parallel = config.parallel_config
+    ranks = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
+    suffix = f"-dp{parallel.data_parallel_index}" if ranks > 1 else ""
+    engine = TpuInference(core, replica_suffix=suffix)
+    started_from = config.model_config.model if config.load_config.load_format == loader.LOAD_FORMAT else None
+    agent = ReloadAgent(engine, settings.watch, settings, loaded=started_from).start()
+    log.info("following %s", settings.watch)
+    return agent
+
+
+def _bind_before_compiling(init: Callable[[], Any], _executor: Any) -> Any:
+    """gpt-oss's sinks must be arguments of the first step that is compiled, or all would be compiled twice."""
+    from tpu_inference.runner import tpu_runner
+
+    from mtx2vllm.reload.engines import sinks
+
+    def load_then_bind(load: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
+        model = getattr(getattr(runner.model, "model", None), "vllm_model", None)
+        if model is not None:
+            sinks.bind(model)
+        return result
+
+    if not hasattr(tpu_runner.TPUModelRunner.load_model, "__wrapped__"):
+        _wrap(tpu_runner.TPUModelRunner, "load_model", load_then_bind)
+    return init()
