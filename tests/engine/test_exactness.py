@@ -1,0 +1,47 @@
+"""Canonical weights pushed into the real engine, against the same engine that loaded the Hugging Face directory."""
+
+from typing import Any
+
+import pytest
+
+from engine.processes import report
+
+pytestmark = pytest.mark.engine
+
+# (family, TP, expert parallel, checks): a few in every run, chosen so that each kind of layer is in one of them.
+EVERY_RUN = [
+    ("qwen3", 4, False),  # tied, KV heads repeated
+    ("gpt-oss-hd64", 1, False),  # sinks, expert biases, interleaved experts
+    ("deepseek3", 1, False),  # latent attention, score-correction bias, dense and expert layers
+    ("qwen3.5-moe", 4, True),  # delta net, shared expert, experts over devices, inside a multimodal wrapper
+]
+FAMILIES = [
+    "qwen3", "qwen3-untied", "llama3.1", "qwen2.5", "gemma2", "gemma3", "olmo3", "mixtral", "qwen3-moe", "qwen3-next",
+    "qwen3.5-moe", "gpt-oss-hd64", "deepseek3",
+]  # fmt: skip
+EXPERTS = ["mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe", "gpt-oss-hd64"]
+MATRIX = [(f, tp, False) for f in FAMILIES for tp in (1, 4)] + [(f, 4, True) for f in EXPERTS]
+
+
+def check_exact(found: dict[str, Any]) -> None:
+    exact = found["exact"]
+    assert exact["specs"] == exact["canonical"]
+    assert exact["differing"] == []
+    assert exact["identical"] == exact["entries"]
+    assert exact["tokens_equal"]
+    assert exact["logprobs_equal"]
+    # Random weights were there before: what the swap left alone belongs to the engine, and the answers say something.
+    kept = {name.rpartition(".")[2] for name in exact["unchanged_by_swap"]}
+    assert kept <= {"_k_scale", "_v_scale", "_q_scale", "_prob_scale", "cos_sin_cache", "normalizer"}
+    assert exact["distinct_tokens"] > 3
+
+
+@pytest.mark.parametrize(("family", "tp", "expert_parallel"), EVERY_RUN)
+def test_a_reload_is_what_a_cold_start_is(family: str, tp: int, expert_parallel: bool) -> None:
+    check_exact(report(family, tp, expert_parallel, "exact"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "tp", "expert_parallel"), MATRIX)
+def test_a_reload_is_what_a_cold_start_is_in_every_family(family: str, tp: int, expert_parallel: bool) -> None:
+    check_exact(report(family, tp, expert_parallel, "exact"))
