@@ -49,7 +49,7 @@ def weights(scores: jax.Array, mask: jax.Array, sink: jax.Array | None) -> jax.A
     return jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
 
 
-def _attend(  # noqa: PLR0917  (the kernel imposes them)
+def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, kv_cache: jax.Array, kv_lens: jax.Array, page_indices: jax.Array,
     cu_q_lens: jax.Array, distribution: jax.Array, sink: jax.Array | None = None, *,
     merge: Callable[[jax.Array, jax.Array], jax.Array], split: Split, sm_scale: float = 1.0,

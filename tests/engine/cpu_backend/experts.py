@@ -30,7 +30,7 @@ def _activate(x: jax.Array, name: str | None) -> jax.Array:
     raise NotImplementedError(f"the CPU backend has no activation {name!r}")
 
 
-def _grouped_matmul(  # noqa: PLR0917  (the kernel imposes them)
+def _grouped_matmul(
     lhs: jax.Array, rhs: jax.Array, rhs_scale: Any, rhs_bias: jax.Array | None, group_sizes: jax.Array,
     group_offset: jax.Array, fuse_act: str | None = None, preferred_element_type: Any = None,
 ) -> jax.Array:  # fmt: skip

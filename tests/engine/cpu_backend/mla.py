@@ -14,7 +14,7 @@ def install() -> None:
     attention_interface.mla_ragged_paged_attention = _attend
 
 
-def _attend(  # noqa: PLR0917  (the kernel imposes them)
+def _attend(
     q_latent: jax.Array, q_rope: jax.Array, latent: jax.Array, rope: jax.Array, cache: jax.Array, kv_lens: jax.Array,
     page_indices: jax.Array, cu_q_lens: jax.Array, distribution: jax.Array, *, sm_scale: float = 1.0,
     sliding_window: int | None = None, soft_cap: float | None = None, **_: Any,
