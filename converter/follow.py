@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mtx2vllm.converter import claim as claims
 from mtx2vllm.converter import root as roots
 from mtx2vllm.converter.convert import Converted, Options, carry_out, prepare
 from mtx2vllm.converter.errors import DifferenceError, InputError, LostRace, NotCommitted, StorageError, UsageError
@@ -96,7 +97,9 @@ class Follower:
         self._said: dict[str, None] = {}
 
     def resume(self) -> None:
-        """Take up what a predecessor has settled: versions that were pruned since are not converted again."""
+        """Take up what a predecessor has settled (versions that were pruned since are not converted again), and remove
+        what it left half written."""
+        self._clean()
         newest = self._newest_version()
         self._settled |= {step for step in self.lease.settled if newest is not None and step < newest}
         self.status.published = newest
@@ -261,6 +264,18 @@ class Follower:
             return mark(step.location, self.chosen.options.hf_config) if exists(step.location) else None
         except (OSError, StorageError):
             return Mark({}, ()) if exists(step.location) else None
+
+    def _clean(self) -> None:
+        store = store_for(self.chosen.root)
+        for step in roots.steps_in(store.listdir(self.chosen.root)):
+            out = join(self.chosen.root, str(step))
+            if store.stat(roots.manifest_path(self.chosen.root, step)) or not store.stat(join(out, claims.NAME)):
+                continue
+            try:
+                with claims.Claim(out):  # taking a dead claim removes the files that it names
+                    log.info("removed what a dead writer left of %d", step, extra={"event": "cleaned", "step": step})
+            except LostRace:
+                continue  # a live one; whoever it is, the version is theirs
 
     def _newest_version(self) -> int | None:
         store = store_for(self.chosen.root)

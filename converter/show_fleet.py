@@ -3,13 +3,16 @@
 import io
 import shutil
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from mtx2vllm.converter.batch import Outcome
-from mtx2vllm.converter.show import size
+from mtx2vllm.converter.sizes import size
 from mtx2vllm.converter.versions import Fleet, Pruned, ReplicaRow, VersionRow
+
+if TYPE_CHECKING:
+    from mtx2vllm.converter.batch import Outcome
 
 _WIDTH = 160  # where the output is no terminal
 
@@ -31,7 +34,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def batch_text(outcomes: Sequence[Outcome]) -> str:
+def batch_text(outcomes: Sequence["Outcome"]) -> str:
     """What became of each job, and the errors below."""
     table = _table("line>", "checkpoint", "step>", "layout", "out", "result", "tensors>", "size>", "seconds>")
     for o in outcomes:

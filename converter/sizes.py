@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: 4GiB, 500MB, 1073741824."""
+"""Numbers of bytes as people write and read them: 4GiB, 500MB, 1073741824."""
 
 import re
 
@@ -16,3 +16,12 @@ def parse_size(text: object) -> int:
     if not 1 <= size < 1 << 62:
         raise ValueError(f"{text!r} is not a size; write for example 4GiB or 500MB")
     return int(size)
+
+
+def size(n: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.2f} TiB"
