@@ -49,6 +49,7 @@ class Replica:
         self._loaded: Loaded | None = None
         self._generation = 0  # of the loaded version's manifest
         self._said: str | None = None
+        self._lasting: str | None = None  # a trouble that no version can end
         self._holding = False
 
     def prepare(self, started_from: str | None) -> None:
@@ -85,12 +86,12 @@ class Replica:
         self._generation = mine.generation if mine else 0
         self._became_loaded(version)
 
-    def note(self, text: str | None) -> None:
-        """Keep a trouble in the status, and say it when it is a new one."""
+    def note(self, text: str | None, **changes: Any) -> None:
+        """Keep a trouble in the status (None: it is over), with other changes, and say it when it is a new one."""
         if text is not None and text != self._said:
             log.warning("%s", text)
         self._said = text
-        self.tell(error=text)
+        self.tell(error=text or self._lasting, **changes)
 
     def choose(self, seen: aspire.Look, patient: bool = True) -> aspire.Choice:
         """What to load; without patience also what is in quarantine."""
@@ -148,8 +149,7 @@ class Replica:
         self.metrics.quarantined.set(len(self.quarantine.steps))
         text = f"version {step} is refused ({reason}): " + " ".join(problems)
         state = self.status.state if self.status.loaded is not None else "failed"
-        self.tell(state="broken" if self.status.state == "broken" else state)
-        self.note(text)
+        self.note(text, state="broken" if self.status.state == "broken" else state)
         log.info("version %d is tried again in %.0f s, or when it changes", step, pause)
 
     def bring(self, version: Version, generation: int) -> None:
@@ -197,18 +197,15 @@ class Replica:
     def _became_loaded(self, version: Version, report: Report | None = None) -> None:
         random = self.status.untouched if self._hold else 0
         if random:
-            self.note(
+            self._lasting = (
                 f"{random} tensors of the engine (a vision tower?) hold random values that no version brings: start "
                 "it from a full model, or with language_model_only."
             )
         elif self._holding:
             self._let_through(True)
-        if not random:
-            self._said = None
-        self.tell(
-            state="failed" if random else "serving", ready=not random, loaded=version.step,
+        self.note(
+            self._lasting, state="failed" if random else "serving", ready=not random, loaded=version.step,
             manifest_digest=version.digest, last=report or self.status.last,
-            error=self.status.error if random else None,
             reloads=self.status.reloads + (report is not None),
         )  # fmt: skip
         self.metrics.loaded.set(version.step)

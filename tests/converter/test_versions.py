@@ -93,9 +93,9 @@ def test_pin_and_unpin(fleet: Path) -> None:
 
 
 def test_prune_keeps_the_newest(fleet: Path) -> None:
-    before = {p for p in fleet.rglob("*")}
+    before = set(fleet.rglob("*"))
     dry = prune(str(fleet), 2, dry_run=True)
-    assert {p for p in fleet.rglob("*")} == before
+    assert set(fleet.rglob("*")) == before
     done = prune(str(fleet), 2)
     assert dry.removed == done.removed == (9, 8) and dry.freed == done.freed > 0
     assert done.kept == {11: "newest", 10: "one of the newest 2"}
