@@ -44,8 +44,8 @@ class _Lazy(click.Group):
             return super().invoke(ctx)
         except click.exceptions.Exit:
             raise
-        except (click.ClickException, click.Abort):
-            raise
+        except (click.ClickException, click.Abort, BrokenPipeError):
+            raise  # click's own affair
         except Exception as error:
             sys.exit(_report(error))
 
@@ -58,6 +58,8 @@ def _report(error: Exception) -> int:
 
     if isinstance(error, OSError):
         error = from_os_error(error)
+    if isinstance(error, MemoryError):
+        error = Mtx2vllmError("there is not enough memory; choose a smaller --memory-budget, or fewer --workers")
     if isinstance(error, Mtx2vllmError):
         problems = error.problems if isinstance(error, InputError) else str(error).splitlines()
         for problem in problems[:50]:

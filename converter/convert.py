@@ -5,11 +5,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mtx2vllm.converter.errors import DifferenceError
+from mtx2vllm.converter.errors import DifferenceError, InputError
 from mtx2vllm.converter.job import Job, Options, plan, prepare
 from mtx2vllm.converter.publish import Previous, Publisher
+from mtx2vllm.converter.root import step_of
+from mtx2vllm.converter.storage import basename, normal, parent, store_for
 
 Say = Callable[[str], None]
 
@@ -65,6 +68,7 @@ def carry_out(
     previous: Previous | None = None,
 ) -> Converted:  # fmt: skip
     """Run a prepared job and publish it. `previous` is a version whose unchanged tensors are counted."""
+    _refuse_inside(job.checkpoint.items, out)
     with Publisher(out, overwrite=job.options.overwrite) as publisher:
         results = publisher.run(job, progress)
         nonfinite = {job.plan.tensors[n].name: (r.nans, r.infs) for n, r in results.items() if r.nans or r.infs}
@@ -81,6 +85,24 @@ def carry_out(
         seconds=round(time.monotonic() - started, 3), peak_rss=peak_rss(), step=job.checkpoint.step, notes=job.notes,
         nonfinite=nonfinite,
     )  # fmt: skip
+
+
+def _refuse_inside(items: str, out: str) -> None:
+    """The trainer's directories are not ours to write into: what looks like a step there would be taken for one."""
+    step = parent(items) if basename(items) == "items" else items
+    mine, theirs = _whole(out), _whole(step)
+    if mine == theirs or mine.startswith(f"{theirs}/"):
+        raise InputError(f"{out} lies inside the checkpoint {step}; give an OUT outside of it")
+    if parent(mine) == parent(theirs) and step_of(basename(mine)) is not None and step_of(basename(theirs)) is not None:
+        raise InputError(
+            f"{out} lies beside step {basename(theirs)} of the checkpoint, where the trainer would take it for a step of its "
+            "own; give an OUT elsewhere"
+        )
+
+
+def _whole(location: str) -> str:
+    local = store_for(location).local(location)
+    return normal(location) if local is None else str(Path(local).resolve())
 
 
 def peak_rss() -> int:
