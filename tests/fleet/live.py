@@ -92,6 +92,12 @@ class FollowerProcess:
         with self.log.open("ab") as stream:
             self.process = subprocess.Popen(self.words, stderr=stream, stdout=subprocess.DEVNULL)
 
+    @property
+    def pid(self) -> int:
+        """Of the last one started."""
+        assert self.process is not None
+        return self.process.pid
+
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 

@@ -11,6 +11,8 @@ from fleet.live import CONTENTS, FollowerProcess, RootWatcher, Trainer, until
 from fleet.run_source import CONFIG
 from mtx2vllm.converter.convert import convert
 
+CLAIM = ".mtx2vllm.claim.json"
+
 
 def contents(count: int) -> dict[int, str]:
     return {10 * (i + 1): ("trained", "original")[i % 2] for i in range(count)}
@@ -18,7 +20,7 @@ def contents(count: int) -> dict[int, str]:
 
 def half_written(root: Path) -> list[Path]:
     """Versions under way: claimed and not committed."""
-    claims = root.glob("[0-9]*/.mtx2vllm.claim.json")
+    claims = root.glob(f"[0-9]*/{CLAIM}")
     return [claim.parent for claim in claims if not (claim.parent / "mtx2vllm.json").exists()]
 
 
@@ -47,7 +49,7 @@ def survive(home: Path, kills: int, seed: int) -> tuple[int, int]:
                 time.sleep(chance.uniform(0.0, 0.05))
             assert follower.running()
             follower.kill()
-            hits += bool(half_written(root))
+            hits += follower.pid in {json.loads((v / CLAIM).read_text())["pid"] for v in half_written(root)}
         follower.start()
         until(lambda: trainer.done.is_set() and len(watcher.seen) == len(steps), 120, "all versions")
         assert follower.stop() == 0
