@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.pipeline import Bytes, Item, Pipeline, Task
 from mtx2vllm.converter.plan import Leaf, Plan
+from mtx2vllm.converter.retry import looked_at_twice
 from mtx2vllm.converter.ring import Range
 from mtx2vllm.converter.scatter import Scatter, clear_padding
 from mtx2vllm.converter.schedule import Schedule, Stage, schedule
@@ -226,8 +227,8 @@ class _Job:
         for load, memory in zip(loads, pipeline.take_chunks([load.nbytes for load in loads]), strict=True):
             chunk = memory.data.view(load.leaf.dtype).reshape(load.shape)
             store = self._store(load.leaf)
-            future = ts.array(chunk).write(store[tuple(slice(*r) for r in load.box)])
-            found.append((memory, chunk, partial(_wait, load, future)))
+            start = partial(ts.array(chunk).write, store[tuple(slice(*r) for r in load.box)])
+            found.append((memory, chunk, partial(_wait, load, start, start())))
         return found
 
     def _store(self, leaf: Leaf) -> Any:
@@ -271,10 +272,10 @@ def _nothing() -> None:
     """No input to wait for."""
 
 
-def _wait(load: Load, future: Any) -> None:
+def _wait(load: Load, start: Callable[[], Any], future: Any) -> None:
     """Until a chunk is decoded. TensorStore raises ValueError for everything; the text's first word tells what."""
     try:
-        future.result()
+        looked_at_twice(start, future)
     except (ValueError, OSError) as error:
         at = [low for low, _ in load.box]
         raise InputError(

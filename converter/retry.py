@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mtx2vllm.converter.errors import StoreUnavailable
 
@@ -46,3 +47,14 @@ def retrying[T](call: Callable[[], T], what: str, policy: Policy) -> T:
                 ) from fault
             policy.sleep(pause)
             delay = min(delay * 2, policy.longest)
+
+
+def looked_at_twice(start: Callable[[], Any], begun: Any = None) -> Any:
+    """The result of a TensorStore operation, begun again where its bytes did not match their checksum: damage on the
+    way is gone at the second look, damage at rest is not."""
+    try:
+        return (begun or start()).result()
+    except ValueError as error:
+        if not str(error).startswith("DATA_LOSS"):
+            raise
+        return start().result()

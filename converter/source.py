@@ -6,11 +6,13 @@ stand in each array's zarr metadata, within OCDBT or a directory. Neither MaxTex
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.locate import METADATA, locate
 from mtx2vllm.converter.plan import Drop, Leaf
+from mtx2vllm.converter.retry import looked_at_twice
 from mtx2vllm.converter.storage import Store, join, parent, store_for
 
 # What TensorStore and its dtypes raise for arrays that it cannot open.
@@ -134,10 +136,17 @@ def normalize(key: tuple[str, ...]) -> str:
 
 
 def open_leaf(checkpoint: Checkpoint, leaf: Leaf) -> Any:
-    """The leaf's array as a tensorstore.TensorStore, for reading."""
+    """The leaf's array as a tensorstore.TensorStore, for reading.
+
+    Raises:
+        InputError: it cannot be opened any more.
+    """
     import tensorstore as ts
 
-    return ts.open(checkpoint.spec(leaf), open=True, read=True).result()
+    try:
+        return looked_at_twice(lambda: ts.open(checkpoint.spec(leaf), open=True, read=True))
+    except _REFUSALS as error:
+        raise InputError(_unopened(checkpoint.items, _cause(error), [leaf.path])) from None
 
 
 def _spec(items: str, key: str, zarr: str, ocdbt: bool) -> dict[str, Any]:
@@ -154,15 +163,16 @@ def _open(items: str, wanted: dict[str, str], zarr: str, ocdbt: bool) -> dict[st
     import tensorstore as ts
 
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-    futures = {
-        path: ts.open(_spec(items, key, zarr, ocdbt), open=True, read=True, context=context)
+    starts = {
+        path: partial(ts.open, _spec(items, key, zarr, ocdbt), open=True, read=True, context=context)
         for path, key in wanted.items()
     }
+    futures = {path: start() for path, start in starts.items()}
     leaves: dict[str, Leaf] = {}
     failed: dict[str, list[str]] = {}
     for path, future in futures.items():
         try:
-            array = future.result()
+            array = looked_at_twice(starts[path], future)
             dtype = array.dtype.numpy_dtype.name
         except _REFUSALS as error:
             failed.setdefault(_cause(error), []).append(path)

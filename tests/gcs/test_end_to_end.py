@@ -149,6 +149,24 @@ def test_at_one_fault_in_twenty_a_conversion_and_ten_fetches_are_bit_identical(
     assert set(broken.requests) <= {"GET", "POST", "DELETE", "PUT"}
 
 
+@pytest.mark.parametrize("part", ["manifest.ocdbt", "/items/d/"])
+def test_an_index_that_arrives_damaged_is_read_again(
+    run: str, broken: proxy.Proxy, bucket: str, tmp_path: Path, part: str
+) -> None:
+    seen = 0
+
+    def choose(request: proxy.Request) -> str | None:
+        nonlocal seen
+        seen += request.method == "GET" and part in request.path
+        return "wrong" if part in request.path and seen % 7 == 3 else None
+
+    broken.choose = choose
+    conversion.convert(run, join(bucket, "100"), hf_config=join(bucket, "hf"))
+    assert broken.faults["wrong", "GET"] >= 3
+    fetch_version(join(bucket, "100"), str(tmp_path / "copy"))
+    expect(tmp_path / "copy")
+
+
 @pytest.mark.parametrize(("part", "method"), [("safetensors", "POST"), ("mtx2vllm.json", "POST"), ("/d/", "GET")])
 def test_a_refusal_in_mid_conversion_loses_nothing(
     run: str, store: GsStore, broken: proxy.Proxy, bucket: str, part: str, method: str
