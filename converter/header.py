@@ -61,7 +61,7 @@ def read_header(store: Store, path: str, size: int) -> Header:
     for name, entry in content.items():
         found = _tensor(entry, len(raw))
         if isinstance(found, str):
-            problems.append(f"{path}: tensor {name!r}: {found}")
+            problems.append(f"{path}: tensor {name!r} of the header: {found}")
         else:
             tensors[name] = found
     if not problems:

@@ -80,6 +80,8 @@ def problems_of(error: BaseException) -> list[str]:
         return list(error.problems)
     if isinstance(error, Unsound | Mtx2vllmError):
         return [str(error)]
+    if isinstance(error, FileNotFoundError):
+        return [f"{error.filename or error} is not there: it was deleted while it was read, or is not copied yet."]
     return [f"{type(error).__name__}: {error}"]
 
 
