@@ -2,7 +2,6 @@
 
 import os
 import queue
-import shutil
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ import numpy as np
 from versions import BF16, write_manifest, write_version
 
 from fleet.live import until
+from mtx2vllm.converter.storage import join, store_for
 from mtx2vllm.converter.versions import list_versions, prune
 from mtx2vllm.reload import ReloadAgent
 from mtx2vllm.reload.engine import Change, SwapTimings, TensorSpec
@@ -186,18 +186,20 @@ class Result:
 
 
 def simulate(
-    home: Path, store: type, *, replicas: int, versions: int, pace: float, idle: float, followed: float, keep: int = 4
-) -> Result:
+    home: Path, *, replicas: int, versions: int, pace: float, idle: float, followed: float,
+    bucket: str | None = None, poll: float | None = None, keep: int = 4,
+) -> Result:  # fmt: skip
     """Publish versions, one every `pace` seconds at most, each in pieces with its manifest last; prune behind them.
 
-    The next one waits until a share `followed` of the replicas has the one before.
+    The next one waits until a share `followed` of the replicas has the one before. The root is a local directory, or
+    lies in `bucket`.
     """
-    root = home / "root"
-    root.mkdir()
+    root = Root(home / "root", None if bucket is None else f"{bucket}/root")
     stagers, engines = SharedStagers(2), [Sampler() for _ in range(replicas)]
-    with counted(store) as counts:
+    with counted(type(store_for(root.location))) as counts:
         agents = [
-            ReloadAgent(engine, str(root), replica=f"r{i:02d}", poll_seconds=1.0) for i, engine in enumerate(engines)
+            ReloadAgent(engine, root.location, replica=f"r{i:02d}", poll_seconds=poll)
+            for i, engine in enumerate(engines)
         ]
         for agent in agents:
             agent._replica.stager.close()
@@ -206,24 +208,23 @@ def simulate(
         begun, before, early, pruned = time.monotonic(), dict(counts.verbs), 0, 0
         try:
             for step in range(1, versions + 1):
-                due = begun + step * pace
-                _publish(root, step, max(due - time.monotonic(), 0.0))
+                root.publish(step, max(begun + step * pace - time.monotonic(), 0.0))
                 wanted = round(replicas * followed)
                 until(lambda: sum(e.loaded[-1:] == [step] for e in engines) >= wanted, 120, f"version {step}")  # noqa: B023
                 if step % 10 == 0:
-                    pruned += len(prune(str(root), keep).removed)
-                if step == versions // 4:
+                    pruned += len(prune(root.location, keep).removed)
+                if step == max(versions // 4, 1):
                     early = resident()
             until(lambda: all(e.loaded[-1:] == [versions] for e in engines), 120, "all replicas on the newest")
             seconds = time.monotonic() - begun
             busy = counts.rates(before, replicas, seconds)
-            until(lambda: _told(root, versions) == replicas, 60, "all leases to say so")
+            until(lambda: root.told(versions) == replicas, 60, "all leases to say so")
             before = dict(counts.verbs)
             time.sleep(idle)
             resting = counts.rates(before, replicas, idle)
             return Result(
                 replicas, versions, seconds, [e.loaded for e in engines], sum(len(e.mixtures) for e in engines),
-                sum(a.status().failures for a in agents), busy, resting, (early, resident()), _told(root, versions), pruned,
+                sum(a.status().failures for a in agents), busy, resting, (early, resident()), root.told(versions), pruned,
             )  # fmt: skip
         finally:
             for agent in agents:
@@ -233,16 +234,30 @@ def simulate(
             stagers.end()
 
 
-def _publish(root: Path, step: int, seconds: float) -> None:
-    """In pieces, spread over the time until it is due; beside it a newer number that stays incomplete."""
-    tempting = root / str(TEMPTING + step)
-    write_version(tempting, tensors(TEMPTING), commit=False)
-    version = write_version(root / str(step), tensors(step), commit=False)
-    if step > 1:
-        shutil.rmtree(root / str(TEMPTING + step - 1))
-    time.sleep(seconds)
-    write_manifest(version)
+class Root:
+    """Where versions are published; those of a bucket are made in `local` first."""
 
+    def __init__(self, local: Path, remote: str | None) -> None:
+        local.mkdir()
+        self.local, self.remote = local, remote
+        self.location = remote or str(local)
 
-def _told(root: Path, step: int) -> int:
-    return sum(replica.loaded == step and replica.alive for replica in list_versions(str(root)).replicas)
+    def publish(self, step: int, seconds: float) -> None:
+        """In pieces, spread over the time until it is due; beside it a newer number that stays incomplete."""
+        for number in (TEMPTING + step, step):
+            self._upload(write_version(self.local / str(number), tensors(number), commit=False))
+        if step > 1:
+            store_for(self.location).delete_all(join(self.location, str(TEMPTING + step - 1)))
+        time.sleep(seconds)
+        write_manifest(self.local / str(step))
+        self._upload(self.local / str(step), "mtx2vllm.json")
+
+    def _upload(self, version: Path, pattern: str = "**/*") -> None:
+        for path in sorted(version.glob(pattern)) if self.remote else ():
+            if path.is_file():
+                name = path.relative_to(self.local).as_posix()
+                store_for(self.location).replace(join(self.location, name), path.read_bytes())
+
+    def told(self, step: int) -> int:
+        """How many live replicas say that they serve a step."""
+        return sum(replica.loaded == step and replica.alive for replica in list_versions(self.location).replicas)

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from fleet.simulation import Result, simulate
-from mtx2vllm.converter.files import FileStore
 
 
 def check(result: Result, flat: float) -> None:
@@ -21,14 +20,14 @@ def check(result: Result, flat: float) -> None:
 
 
 def test_eight_replicas(tmp_path: Path) -> None:
-    result = simulate(tmp_path, FileStore, replicas=8, versions=12, pace=0.1, idle=3.0, followed=0.5)
+    result = simulate(tmp_path, poll=1.0, replicas=8, versions=12, pace=0.1, idle=3.0, followed=0.5)
     check(result, flat=1.5)
     assert sum(len(loads) for loads in result.loads) >= 12 * 4
 
 
 @pytest.mark.soak
 def test_sixty_four_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = simulate(tmp_path, FileStore, replicas=64, versions=100, pace=2.0, idle=60.0, followed=0.0)
+    result = simulate(tmp_path, poll=1.0, replicas=64, versions=100, pace=2.0, idle=60.0, followed=0.0)
     with capsys.disabled():
         print("\n" + result.table())
     check(result, flat=1.1)
