@@ -17,8 +17,8 @@ from typing import Any
 
 from mtx2vllm.converter.errors import LostRace
 from mtx2vllm.converter.posix import sentences, stat_of, sync_directory
-from mtx2vllm.converter.rangefile import FileRangeWriter
-from mtx2vllm.converter.storage import LEFTOVER, Entry, Stat
+from mtx2vllm.converter.rangefile import FileGuest, FileRangeWriter
+from mtx2vllm.converter.storage import LEFTOVER, Entry, Stat, Ticket
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 
@@ -127,6 +127,11 @@ class FileStore:
         with sentences(path, size):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             return FileRangeWriter(path, size)
+
+    def guest(self, ticket: Ticket) -> FileGuest:
+        """See `Store.guest`."""
+        with sentences(ticket.path):
+            return FileGuest(ticket)
 
     def kvstore(self, path: str) -> dict[str, Any]:
         """See `Store.kvstore`."""

@@ -20,7 +20,7 @@ from mtx2vllm.converter.errors import LostRace, StorageError
 from mtx2vllm.converter.gs_http import TIMEOUT, Connection, faults
 from mtx2vllm.converter.gs_upload import GsRangeWriter, Uploads
 from mtx2vllm.converter.retry import Policy, Transient, retrying
-from mtx2vllm.converter.storage import GS, LEFTOVER, Entry, Stat, split_gs
+from mtx2vllm.converter.storage import GS, LEFTOVER, Entry, Stat, Ticket, join, split_gs
 
 TOKEN = "mtx2vllm-write"  # key in an object's metadata
 SIMPLE = 8 << 20  # bytes; Google's client sends larger ones by resumable uploads
@@ -285,6 +285,11 @@ class GsStore:
         """See `Store.writer`. Parts go up while they are written; they are composed at the end."""
         self.delete(path)
         return GsRangeWriter(self, self._uploads, path, size)
+
+    def guest(self, ticket: Ticket) -> GsRangeWriter:
+        """See `Store.guest`."""
+        directory = join(ticket.hidden, secrets.token_hex(8))
+        return GsRangeWriter(self, self._uploads, ticket.path, ticket.size, directory)
 
     def kvstore(self, path: str) -> dict[str, Any]:
         """See `Store.kvstore`."""

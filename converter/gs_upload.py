@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mtx2vllm.converter import crc32c, gs_http
 from mtx2vllm.converter.errors import Mtx2vllmError, StorageError
-from mtx2vllm.converter.storage import LEFTOVER, Stat, basename, join, parent
+from mtx2vllm.converter.storage import LEFTOVER, Stat, Ticket, basename, join, parent
 
 if TYPE_CHECKING:
     from mtx2vllm.converter.gs import GsStore
@@ -68,11 +68,12 @@ class Part:
 
 
 class GsRangeWriter:
-    """See `RangeWriter`."""
+    """See `SharedWriter`, and `GuestWriter`: a guest has a `directory` for its parts within its host's."""
 
-    def __init__(self, store: "GsStore", uploads: Uploads, path: str, size: int) -> None:
+    def __init__(self, store: "GsStore", uploads: Uploads, path: str, size: int, directory: str | None = None) -> None:
         self._store, self._uploads, self._path, self._size = store, uploads, path, size
-        self._directory = join(parent(path), f"{LEFTOVER}parts", secrets.token_hex(8), basename(path))
+        own = join(parent(path), f"{LEFTOVER}parts", secrets.token_hex(8), basename(path))
+        self._directory = directory or own
         self._lock = threading.Lock()
         self._runs: dict[int, bytearray] = {}  # end offset -> bytes that wait, so that the next range finds its run
         self._parts: list[Part] = []
@@ -198,6 +199,30 @@ class GsRangeWriter:
 
     def _join(self, path: str, names: list[str], checksum: int) -> None:
         self._store.compose(path, names, checksum, None)
+
+    def ticket(self) -> Ticket:
+        """See `SharedWriter.ticket`."""
+        return Ticket(self._path, self._directory, self._size)
+
+    def finish(self) -> list[Part]:
+        """See `GuestWriter.finish`."""
+        self._flush()
+        return self._parts
+
+    def accept(self, receipt: list[Part]) -> None:
+        """See `SharedWriter.accept`; a receipt is a list of parts."""
+        with self._lock:
+            self._parts += receipt
+
+    def extents(self, offset: int, length: int) -> list[tuple[str, int, int]]:
+        """See `SharedWriter.extents`."""
+        self._flush()
+        found = []
+        for part in sorted(self._parts, key=lambda part: part.offset):
+            low, high = max(offset, part.offset), min(offset + length, part.offset + part.length)
+            if low < high:
+                found.append((part.path, low - part.offset, high - low))
+        return found
 
     def abort(self) -> None:
         """See `RangeWriter.abort`."""

@@ -58,6 +58,41 @@ class RangeWriter(Protocol):
         """Drop what was written; nothing visible remains. Does nothing after `commit`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Who holds it may write ranges into a file that another process has begun. `hidden` is where its bytes wait."""
+
+    path: str
+    hidden: str
+    size: int
+
+
+class SharedWriter(RangeWriter, Protocol):
+    """A RangeWriter that lets other processes write as its guests."""
+
+    def ticket(self) -> Ticket:
+        """What a guest needs; see `Store.guest`."""
+
+    def accept(self, receipt: Any) -> None:
+        """Count a guest's ranges as written. Ranges of guests that were never accepted do not exist."""
+
+    def extents(self, offset: int, length: int) -> list[tuple[str, int, int]]:
+        """Where bytes of the file lie before it is committed: (location, start, length) in order."""
+
+
+class GuestWriter(Protocol):
+    """A guest's side of a SharedWriter."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """As `RangeWriter.write`."""
+
+    def finish(self) -> Any:
+        """Make everything durable; the receipt for `SharedWriter.accept`, which can be pickled."""
+
+    def abort(self) -> None:
+        """Stop; nothing is handed over."""
+
+
 class Store(Protocol):
     """The verbs. All raise `StorageError` on a permanent refusal; transient faults are retried inside."""
 
@@ -96,9 +131,12 @@ class Store(Protocol):
     def clean_leftovers(self, path: str) -> int:
         """Remove below `path` what killed writers left (names that start with `LEFTOVER`); the number of files."""
 
-    def writer(self, path: str, size: int) -> RangeWriter:
+    def writer(self, path: str, size: int) -> SharedWriter:
         """Begin a file of `size` bytes that is written in ranges. What is there already stays until `commit`, and is
         then unlinked, not truncated: it may be mapped."""
+
+    def guest(self, ticket: Ticket) -> GuestWriter:
+        """Write into a file that another process has begun."""
 
     def kvstore(self, path: str) -> dict[str, Any]:
         """The TensorStore kvstore spec of a directory."""
