@@ -81,6 +81,9 @@ def _start_agent(core: Any, settings: Settings) -> Any:
     engine = TpuInference(core, replica_suffix=suffix)
     started_from = config.model_config.model if config.load_config.load_format == loader.LOAD_FORMAT else None
     agent = ReloadAgent(engine, settings.watch, settings, loaded=started_from).start()
+    loaded = agent.status().loaded
+    if loaded is not None:
+        core.set_weight_version(str(loaded))
     log.info("following %s", settings.watch)
     return agent
 
