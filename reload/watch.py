@@ -171,13 +171,16 @@ class Watcher:
 
     def start(self) -> None:
         """Begin to watch. Never fails: what cannot be watched is polled."""
-        self._observer = listing_observer(self._root, self._poll) if self._listing else self._make()
         try:
+            self._observer = listing_observer(self._root, self._poll) if self._listing else self._make()
             self._observer.start()
             if self._listing:
                 self._observer.schedule(_Wake(self._root, self._wake), self._root)
-        except OSError as error:
-            self._fall_back(error)
+        except Exception as error:
+            if self._listing:  # no thread to be had; the slow poll remains
+                log.warning("%s is only looked at every %g s: %s", self._root, self.interval, error)
+            else:
+                self._fall_back(error)
 
     def stop(self) -> None:
         """Stop the threads, without waiting for a listing in flight."""
@@ -200,7 +203,7 @@ class Watcher:
         try:
             armed = [self._arm(path, identity) for path, identity in wanted.items() if identity is not None]
             return any(armed)
-        except OSError as error:
+        except Exception as error:
             self._fall_back(error)
             return True
 
@@ -215,9 +218,9 @@ class Watcher:
         self._watches[path] = (identity, watch)
         return True
 
-    def _fall_back(self, error: OSError) -> None:
+    def _fall_back(self, error: Exception) -> None:
         """Events are not to be had: list instead, and say so once."""
-        reason = "inotify_limit" if error.errno in _LIMITS else "inotify_unavailable"
+        reason = "inotify_limit" if getattr(error, "errno", None) in _LIMITS else "inotify_unavailable"
         if reason not in self._said:
             self._said.add(reason)
             log.warning(
