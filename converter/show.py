@@ -9,19 +9,11 @@ from mtx2vllm.converter.convert import Converted
 from mtx2vllm.converter.job import Job
 from mtx2vllm.converter.plan import Plan
 from mtx2vllm.converter.schedule import Schedule
+from mtx2vllm.converter.sizes import size
 from mtx2vllm.converter.verify import Verification
 
 _BAR_EVERY_S = 0.1
 _LINE_EVERY_S = 10.0
-
-
-def size(n: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.2f} TiB"
 
 
 class Bar:
