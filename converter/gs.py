@@ -24,7 +24,7 @@ from mtx2vllm.converter.storage import GS, LEFTOVER, Entry, Stat, Ticket, join, 
 
 TOKEN = "mtx2vllm-write"  # key in an object's metadata
 SIMPLE = 8 << 20  # bytes; Google's client sends larger ones by resumable uploads
-_THREADS = 16  # uploads and deletions at a time
+_THREADS = 8  # requests at a time, uploads and deletions
 _LISTING = "items(name,size,generation,updated),prefixes,nextPageToken"
 
 

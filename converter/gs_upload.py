@@ -19,9 +19,9 @@ from mtx2vllm.converter.storage import LEFTOVER, Stat, Ticket, basename, join, p
 if TYPE_CHECKING:
     from mtx2vllm.converter.gs import GsStore
 
-PART = 8 << 20  # the largest object that Google's client sends by one request
-IN_FLIGHT = 64 << 20  # eight parts: 8 MiB take a tenth of a second on one connection, and most of that is waiting
-PENDING = 32 << 20
+PART = 4 << 20  # by one request each; a shard of 4 GiB is 1024 of them, composed in two rounds
+IN_FLIGHT = 32 << 20  # a part exists twice while it is sent, so this costs about 64 MiB
+PENDING = 16 << 20
 FAN_IN = 32  # objects that one compose request may name
 
 
