@@ -161,6 +161,8 @@ _given: dict[str, str] = {}
 def _credentials() -> tuple[Any, str | None]:
     try:
         credentials, project = google.auth.default(scopes=[_SCOPE])
-    except google.auth.exceptions.DefaultCredentialsError:
+    except google.auth.exceptions.DefaultCredentialsError as error:
+        if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+            raise StorageError(f"GOOGLE_APPLICATION_CREDENTIALS cannot be used: {error}") from error
         return AnonymousCredentials(), None  # public buckets need none; a refusal says that none were found
     return credentials, project
