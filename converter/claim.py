@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError
+from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
 from mtx2vllm.converter.storage import LEFTOVER, Store, join, store_for
 from mtx2vllm.schemas import manifest
 
@@ -137,9 +137,13 @@ def is_live(record: Record, modified: float, now: float) -> bool:
 def _take(store: Store, out: str, data: bytes, now: float) -> int:
     path = join(out, NAME)
     try:
-        return store.create(path, data).generation
-    except LostRace:
-        pass
+        taken = store.create(path, data)
+    except (LostRace, StorageError):  # or another writer has just cleaned up, our half-made claim included
+        if store.stat(path) is None:
+            raise
+    else:
+        store.clean_leftovers(out)
+        return taken.generation
     stat, record = store.stat(path), read(store, out)
     if stat is None:
         raise LostRace(f"{out} was released by another writer just now; run again")
@@ -166,10 +170,20 @@ def remove(store: Store, out: str, files: Iterable[str]) -> None:
     """Delete what a run has written, and what its killed uploads left. Nothing else is touched, and the files of a
     published version stay."""
     if store.stat(join(out, manifest.NAME)) is None:
-        for name in files:
-            if manifest.is_inside(name):
-                store.delete(join(out, name))
+        delete(store, out, files)
     store.clean_leftovers(out)
+    _remove_folders(store, out, files)
+
+
+def delete(store: Store, out: str, files: Iterable[str]) -> None:
+    """Delete files of a version, and the folders that are empty then."""
+    inside = [name for name in files if manifest.is_inside(name)]
+    for name in inside:
+        store.delete(join(out, name))
+    _remove_folders(store, out, inside)
+
+
+def _remove_folders(store: Store, out: str, files: Iterable[str]) -> None:
     for folder in {name.partition("/")[0] for name in files if "/" in name}:
         _remove_empty(store, join(out, folder))
 

@@ -152,8 +152,7 @@ class Publisher:
         generation, old = self._old
         self._claim.announce(sorted({*_names(job), *old.files}))
         self.store.delete(join(self.out, manifests.NAME), generation)
-        for name in old.files:
-            self.store.delete(join(self.out, name))
+        claims.delete(self.store, self.out, old.files)
 
     def _refuse_served(self) -> None:
         step = roots.step_of(basename(self.out))
