@@ -30,6 +30,7 @@ from mtx2vllm.converter.storage import GS, normal, store_for
 from mtx2vllm.reload.engine import Requests, SwapMode
 
 PREFIX = "MTX2VLLM_"
+_ELSEWHERE = {"traceback"}  # variables of ours that are no settings of the agent
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?$", re.IGNORECASE)
 
@@ -140,7 +141,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Settings | Non
     given = {key: value for key, value in environ.items() if key.startswith(PREFIX) and value != ""}
     values = {key.removeprefix(PREFIX).lower(): value for key, value in given.items()}
     known = set(Settings.model_fields)
-    problems = [_unknown(key, known) for key in given if key.removeprefix(PREFIX).lower() not in known]
+    problems = [
+        _unknown(key, known) for key in given if key.removeprefix(PREFIX).lower() not in known | _ELSEWHERE
+    ]
     try:
         settings = Settings.model_validate({key: value for key, value in values.items() if key in known})
     except ValidationError as error:
