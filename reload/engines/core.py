@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mtx2vllm.reload.engine import Requests, SwapFailed
 
+_ATTACHED = "_mtx2vllm_steps"
 # What other threads may call on a core in their own process while a swap wants it.
 _GUARDED = ("add_request", "abort_requests", "reset_prefix_cache", "pause_scheduler", "resume_scheduler")
 
@@ -93,7 +94,6 @@ class LocalSteps:
     def __init__(self, core: Any) -> None:
         self.core = core
         self._lock = threading.RLock()
-        self._wanted = 0
         self._free = threading.Event()
         self._free.set()
         self._drained: list[Any] = []
@@ -146,8 +146,12 @@ class LocalSteps:
 
 
 def attach(core: Any) -> Steps:
-    """The way to this core; once for each core."""
-    return ProcessSteps(core) if hasattr(core, "input_queue") else LocalSteps(core)
+    """The way to this core: the same one, however often it is asked for."""
+    steps: Steps | None = vars(core).get(_ATTACHED)
+    if steps is None:
+        steps = ProcessSteps(core) if hasattr(core, "input_queue") else LocalSteps(core)
+        setattr(core, _ATTACHED, steps)
+    return steps
 
 
 def is_paused(core: Any) -> bool:
@@ -181,7 +185,7 @@ def finish_running(steps: Steps) -> None:
     core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     step = core.step_fn if isinstance(steps, ProcessSteps) else steps._step  # type: ignore[attr-defined]
     try:
-        while core.scheduler.has_unfinished_requests() or core.batch_queue:
+        while (core.scheduler.has_unfinished_requests() or core.batch_queue) and steps.alive():
             outputs, executed = step()
             steps.emit(outputs)
             core.post_step(executed)

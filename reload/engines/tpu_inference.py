@@ -33,9 +33,11 @@ class TpuInference:
         self._live = Live(_runner(core))
         self._native = hasattr(self._live.runner.model, "load_canonical_weights")
         text = text_prefix(self._live.model)
-        units = self._plan()
-        self._units = [unit for unit in units if all(name.startswith(text) for name in unit.specs)]
-        self._others = [unit for unit in units if unit not in self._units]
+        self._units: list[Unit] = []
+        self._others: list[Unit] = []
+        for unit in self._plan():
+            mine = all(name.startswith(text) for name in unit.specs)
+            (self._units if mine else self._others).append(unit)
         if sinks.bind(self._live.model):
             jax.clear_caches()  # steps compiled before hold the old sinks as constants
         self._steps = cores.attach(core)
@@ -185,7 +187,10 @@ def of_llm(llm: Any) -> TpuInference:
             "this LLM runs its engine in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before creating it, or "
             "let the plugin follow a root (MTX2VLLM_WATCH)"
         )
-    return TpuInference(core)
+    engine: TpuInference | None = vars(core).get("_mtx2vllm_engine")
+    if engine is None:
+        engine = core._mtx2vllm_engine = TpuInference(core)
+    return engine
 
 
 def _runner(core: Any) -> Any:
