@@ -58,7 +58,7 @@ class Connection:
                 "GET", object_, headers=headers, preload_content=False, decode_content=False, retries=False
             )
             if answer.status not in {200, 206}:
-                raise api.from_http_status(answer.status, answer.read(2000).decode(errors="replace"))
+                raise api.from_http_status(answer.status, answer.data[:2000].decode(errors="replace"))
         return answer
 
 

@@ -18,6 +18,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gcs)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How often each fault met each verb."""
+    if proxy.TOTALS:
+        verbs = sorted({verb for _, verb in proxy.TOTALS})
+        terminalreporter.section("faults injected before the emulator")
+        terminalreporter.write_line("".join(f"{title:>10}" for title in ("", *verbs)))
+        for fault in sorted({fault for fault, _ in proxy.TOTALS}):
+            counts = [proxy.TOTALS[fault, verb] for verb in verbs]
+            terminalreporter.write_line(f"{fault:>10}" + "".join(f"{count:>10}" for count in counts))
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     with emulator.emulator() as url:

@@ -26,6 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 TRANSIENT = ("429", "503", "refuse", "reset", "truncate", "wrong", "lost", "slow")
+TOTALS: "Counter[tuple[str, str]]" = Counter()  # over all proxies of the process
 _TEXT = {"429": "rateLimitExceeded", "503": "backendError", "403": "forbidden", "404": "notFound"}
 _HOP = {"connection", "transfer-encoding", "keep-alive"}
 
@@ -60,6 +61,7 @@ class Proxy:
             fault = self.choose(request)
             if fault:
                 self.faults[fault, request.method] += 1
+                TOTALS[fault, request.method] += 1
             return fault
 
     def first(self, times: int, fault: str, method: str = "", part: str = "", content: bool = False) -> None:
