@@ -112,8 +112,8 @@ def parse_axes(axes: str) -> tuple[Dims, Dims]:
     if not arrow:
         raise ValueError(f"axes {axes!r} lack '->'")
     source, target = _dims(left), _dims(right)
-    names = [a for dim in source for a in dim]
-    if len(set(names)) != len(names) or not {a for dim in target for a in dim} <= set(names):
+    names, there = ([a for dim in side for a in dim] for side in (source, target))
+    if len(set(names)) != len(names) or len(set(there)) != len(there) or not set(there) <= set(names):
         raise ValueError(f"axes {axes!r} repeat an axis or make one up")
     return source, target
 
