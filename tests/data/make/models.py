@@ -108,6 +108,8 @@ _GDN = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 _GDN_SIZES = {
     "base_emb_dim": 32,
@@ -124,7 +126,7 @@ _GDN_SIZES = {
     "gdn_num_value_heads": 8,
     "gdn_key_head_dim": 8,
     "gdn_value_head_dim": 16,
-    "base_num_decoder_layers": 8,
+    "base_num_decoder_layers": 4,
 }
 
 
@@ -172,8 +174,8 @@ MODELS: dict[str, Model] = {
     "llama4": Model(
         "llama4-17b-16e",
         "llama",
-        Llama4Config(text_config=_llama4_text(8, rope_parameters=_SCALED, max_position_embeddings=65536), vision_config=_VISION),
-        _llama4_sizes(8, 1, 4, 4),
+        Llama4Config(text_config=_llama4_text(4, rope_parameters=_SCALED, max_position_embeddings=65536), vision_config=_VISION),
+        _llama4_sizes(4, 1, 4, 4),
         layouts=("scanned", "unscanned"),
     ),
     # Dense and MoE layers alternate, no qk norm: Maverick. Text-only names `model.*`.
