@@ -70,7 +70,7 @@ class Replica:
         refuse = getattr(self.engine, "refuse", None) if self.settings.unready == "fail" else None
         if refuse is not None:
             refuse(None if ready else f"no version from {self.root} is loaded yet")
-        else:
+        if refuse is None or ready:
             self.engine.set_ready(ready)
 
     def _count_as_loaded(self, location: str) -> None:
@@ -192,6 +192,7 @@ class Replica:
         log.error("%s", error)
         with contextlib.suppress(Exception):
             self._let_through(False)
+            self.engine.set_ready(False)  # also what is running
         self.tell(state="broken", ready=False, loaded=None, manifest_digest=None, error=str(error))
 
     def _became_loaded(self, version: Version, report: Report | None = None) -> None:

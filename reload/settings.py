@@ -26,13 +26,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mtx2vllm.converter.errors import InputError
+from mtx2vllm.converter.sizes import parse_size
 from mtx2vllm.converter.storage import GS, normal, store_for
 from mtx2vllm.reload.engine import Requests, SwapMode
 
 PREFIX = "MTX2VLLM_"
 _ELSEWHERE = {"traceback"}  # variables of ours that are no settings of the agent
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +56,6 @@ def parse_policy(text: object) -> Policy:
     if found is None:
         raise ValueError("is neither `latest` nor `step:N`")
     return Policy(int(found[1]) if found[1] else None)
-
-
-def parse_size(text: object) -> int:
-    """Bytes of `32GiB`, `500MB`, `1073741824`.
-
-    Raises:
-        ValueError: not a size.
-    """
-    found = _SIZE.match(str(text).strip())
-    if found is None or found[2].lower() == "i":
-        raise ValueError("is not a size such as 32GiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def _replica(text: object) -> str:
@@ -161,6 +148,6 @@ def _unknown(key: str, known: set[str]) -> str:
 
 def _sentence(error: Any, prefix: str) -> str:
     name = str(error["loc"][0])
-    text = error["msg"].removeprefix("Value error, ").rstrip(".")
+    text = error["msg"].removeprefix("Value error, ").removeprefix(f"{error['input']!r} ").rstrip(".")
     text = text if text.startswith(("is ", "may ")) else f"is wrong: {text}"
     return f"{(prefix + name.upper()) if prefix else name} = {error['input']!r} {text}."

@@ -6,7 +6,7 @@ import pytest
 
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.reload import settings
-from mtx2vllm.reload.settings import Policy, host_name, parse_policy, parse_size, read_environment, settings_for
+from mtx2vllm.reload.settings import Policy, host_name, parse_policy, read_environment, settings_for
 
 
 def test_unset_means_off() -> None:
@@ -62,20 +62,6 @@ def test_policy(text: str, step: int | None) -> None:
 def test_policies_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="neither"):
         parse_policy(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("1", 1), ("32GiB", 32 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("2t", 2 * 10**12), ("1Gi", 1 << 30)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XB", "1 2", "1i", "0x10"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="not a size"):
-        parse_size(text)
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "a b", "-x", "x" * 201, "a\0", "..", "naïve"])
