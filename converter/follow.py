@@ -20,6 +20,7 @@ from mtx2vllm.converter.convert import Converted, Options, carry_out, prepare
 from mtx2vllm.converter.errors import DifferenceError, InputError, LostRace, NotCommitted, StorageError, UsageError
 from mtx2vllm.converter.follow_lease import RootLease
 from mtx2vllm.converter.follow_steps import Mark, StepDir, exists, find_steps, is_committed, mark, overtaken
+from mtx2vllm.converter.locate import METADATA
 from mtx2vllm.converter.storage import GS, join, store_for
 from mtx2vllm.converter.verify import load_manifest
 from mtx2vllm.schemas.manifest import Manifest
@@ -30,6 +31,7 @@ OUTCOMES = ("published", "skipped", "dropped", "refused", "failed", "abandoned")
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 300.0  # between two tries of what is not the step's fault
 _LONGEST_LOOK_S = 30.0  # between two looks whether a refused step has changed
+_SKEW_S = 5.0  # of the clocks of a run's and a root's store
 _GONE_S = 60.0  # how long what is left of a deleted step is not looked at
 _REMEMBERED = 256  # notes that are not said twice
 _LOOKED_BACK = 3  # versions that are tried as the one to compare with
@@ -116,7 +118,7 @@ class Follower:
         for step in found:
             if self.chosen.every and step.step % self.chosen.every:
                 continue
-            if self._is_settled(step.step):
+            if self._is_settled(step):
                 if self.chosen.every is None:
                     break  # what is older than the newest version is not wanted
                 continue
@@ -132,10 +134,22 @@ class Follower:
             del self._troubles[step]
         self._settled &= there
 
-    def _is_settled(self, step: int) -> bool:
-        if step not in self._settled and store_for(self.chosen.root).stat(roots.manifest_path(self.chosen.root, step)):
-            self._settled.add(step)
-        return step in self._settled
+    def _is_settled(self, step: StepDir) -> bool:
+        if step.step in self._settled:
+            return True
+        store, path = store_for(self.chosen.root), roots.manifest_path(self.chosen.root, step.step)
+        published = store.stat(path)
+        if published is None:
+            return False
+        self._settled.add(step.step)
+        written = store_for(step.location).stat(join(step.location, "items", METADATA))
+        if written is not None and written.modified > published.modified + _SKEW_S:
+            log.warning(
+                "step %d was written after version %d was published, and a published version is not replaced: give a "
+                "run that was started anew a root of its own", step.step, step.step,
+                extra={"event": "stale", "step": step.step},
+            )  # fmt: skip
+        return True
 
     def _ready(self, step: StepDir) -> bool:
         if is_committed(step.location, self.chosen.options.allow_uncommitted):
@@ -214,7 +228,11 @@ class Follower:
         self._settled.add(step)
         self._troubles.pop(step, None)
         self.status.counts["published"] += 1
-        self.status.published, self.status.error = max(step, self.status.published or 0), None
+        newest = self.status.published
+        if newest is not None and step < newest and self.chosen.every is None:
+            text = f"replicas that follow the newest version serve {newest}, which is newer than this run's steps"
+            self._once(text, logging.WARNING)
+        self.status.published, self.status.error = max(step, newest or 0), None
         self.status.seconds, self.status.nbytes = done.seconds, done.bytes
         text, unchanged = "", 0
         if previous is not None:
@@ -233,7 +251,7 @@ class Follower:
     def _failed(self, step: StepDir, before: Mark | None, error: Exception) -> None:
         """Sort a failure: another's success, the trainer's deletion, the step's own fault, or bad luck."""
         number = step.step
-        if isinstance(error, LostRace) and self._is_settled(number):
+        if isinstance(error, LostRace) and self._is_settled(step):
             log.info("version %d was published by another writer", number, extra={"event": "present", "step": number})
             return
         now = self._mark(step)
@@ -246,6 +264,7 @@ class Follower:
             )  # fmt: skip
             return
         if isinstance(error, NotCommitted):
+            self._troubles[number] = Trouble(1, self._later(1))
             return
         self.status.error = str(error)
         own = isinstance(error, (InputError, DifferenceError)) and not isinstance(error, (LostRace, StorageError))
@@ -293,9 +312,9 @@ class Follower:
             return (number, found) if found.layout == layout else None
         return None
 
-    def _once(self, text: str, **facts: object) -> None:
+    def _once(self, text: str, level: int = logging.INFO, **facts: object) -> None:
         if text not in self._said:
             self._said[text] = None
             if len(self._said) > _REMEMBERED:
                 del self._said[next(iter(self._said))]
-            log.info("%s", text, extra={"event": "note", **facts})
+            log.log(level, "%s", text, extra={"event": "note", **facts})

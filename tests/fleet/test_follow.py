@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -297,3 +299,37 @@ def test_a_store_that_is_away_ends_nothing(fleet: Fleet, monkeypatch: pytest.Mon
     monkeypatch.setattr(follower, "turn", unreliable)
     follow_run.follow(chosen, fleet.stop, follower)
     assert fleet.versions() == [1]
+
+
+def test_a_run_that_was_started_anew_is_told_to_take_another_root(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.run.write(10)
+    follower = fleet.follower()
+    settle(follower)
+    assert "written after" not in caplog.text
+    before = (fleet.root / "10/mtx2vllm.json").read_bytes()
+    fleet.run.delete(10)
+    fleet.run.write(5)
+    settle(follower)
+    assert "serve 10, which is newer" in caplog.text
+    fleet.run.write(10)
+    for path in (fleet.run.checkpoints / "10").rglob("*"):
+        os.utime(path, (time.time() + 60,) * 2)
+    settle(follower)
+    assert caplog.text.count("step 10 was written after version 10 was published") == 1
+    assert (fleet.root / "10/mtx2vllm.json").read_bytes() == before
+
+
+def test_what_a_killed_follower_left_is_removed(fleet: Fleet) -> None:
+    half = fleet.root / "7"
+    (half / "canonical").mkdir(parents=True)
+    (half / "canonical/model.safetensors").write_bytes(b"half")
+    claim = {"host": "elsewhere", "pid": 1, "heartbeat": 0, "ttl_s": 0, "files": ["canonical/model.safetensors"]}
+    (half / ".mtx2vllm.claim.json").write_text(json.dumps(claim))
+    foreign = fleet.root / "8"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_bytes(b"somebody is copying")
+    fleet.follower()
+    assert not [p for p in half.rglob("*") if p.is_file()]
+    assert (foreign / "model.safetensors").exists()
