@@ -1,12 +1,14 @@
 """The agent on a bucket of the real fake-gcs-server: detection, staging into memory and cache, faults, leases."""
 
 import json
+import random
 import time
 from pathlib import Path
 
 import pytest
 from fake import FakeEngine, until
 from gcs.conftest import broken, bucket, server  # noqa: F401  (fixtures)
+from gcs.proxy import TRANSIENT
 from versions import arrays, write_version
 
 from mtx2vllm.converter import versions as fleet
@@ -50,7 +52,7 @@ def test_following_a_bucket(tmp_path: Path, bucket: str, make_agent, cached: boo
     if cached:
         assert len([p for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".part")]) == len(A) + 1
     agent.stop()
-    assert not [entry for entry in store_for(root).listdir(join(root, ".agents"))]
+    assert not list(store_for(root).listdir(join(root, ".agents")))
 
 
 def test_a_prefix_beside_ours_is_not_ours(tmp_path: Path, bucket: str, make_agent) -> None:  # noqa: F811
@@ -93,3 +95,29 @@ def test_a_bucket_that_does_not_exist(server: str, bucket: str, make_agent) -> N
     status = agent.status()
     assert status.state == "waiting" and engine.changes == [] and agent.is_live()
     assert json.dumps(status.to_json())
+
+
+def test_ten_reloads_through_faults(tmp_path: Path, broken, bucket: str, make_agent) -> None:  # noqa: F811
+    """One request in twenty fails, in every way that may pass: every version arrives, to the bit."""
+    dice = random.Random(4)
+    broken.choose = lambda _: dice.choice(TRANSIENT) if dice.random() < 0.05 else None
+    engine = FakeEngine(A)
+    agent = make_agent(engine, root=f"{bucket}/r").start()
+    for step in range(1, 11):
+        tensors = arrays(step)
+        publish(tmp_path, f"{bucket}/r", step, tensors)
+        until(lambda step=step: agent.status().loaded == step, 60)
+        assert engine.holds(tensors)
+    assert sum(broken.faults.values()) > 5
+
+
+def test_ranges_are_read_in_parallel(tmp_path: Path, broken, bucket: str, make_agent) -> None:  # noqa: F811
+    """With 50 ms a request, 60 tensors one after another would take 3 s."""
+    tensors = arrays(1, layers=30)
+    publish(tmp_path, f"{bucket}/r", 1, tensors)
+    engine = FakeEngine(tensors)
+    broken.latency = 0.05
+    agent = make_agent(engine, root=f"{bucket}/r")
+    agent.load(1)
+    assert engine.holds(tensors)
+    assert agent.status().last.seconds["stage"] < 0.05 * len(tensors) / 2
