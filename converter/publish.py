@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any
 
 from mtx2vllm.converter import base as bases
 from mtx2vllm.converter import claim as claims
 from mtx2vllm.converter import root as roots
 from mtx2vllm.converter.errors import InputError, LostRace
-from mtx2vllm.converter.execute import TensorResult, run
+from mtx2vllm.converter.execute import Progress, TensorResult, run
 from mtx2vllm.converter.hf_files import CONFIG, local_path
 from mtx2vllm.converter.job import Job
 from mtx2vllm.converter.shards import DTYPES, ShardFile
 from mtx2vllm.converter.source import open_leaf
-from mtx2vllm.converter.storage import RangeWriter, Stat, basename, join, parent, store_for
+from mtx2vllm.converter.storage import SharedWriter, Stat, Ticket, basename, join, parent, store_for
 from mtx2vllm.schemas import manifest as manifests
 from mtx2vllm.schemas.manifest import FileEntry, Manifest, Source, TensorEntry, Unchanged
 
@@ -67,12 +69,19 @@ class Publisher:
             if progress:
                 progress(done, total)
 
-        def sink(shard: ShardFile) -> RangeWriter:
+        def sink(shard: ShardFile) -> _Deferred:
             self._shards.append(_Deferred(self.store.writer(join(self.out, shard.name), shard.size)))
             return self._shards[-1]
 
+        results = (
+            self._over_cluster(job, sink, count) if job.options.executor == "ray" else self._here(job, sink, count)
+        )
+        self._copied = bases.copy(job.copies, job.copy_shards, sink, count)
+        return results
+
+    def _here(self, job: Job, sink: "Sink", count: Progress) -> dict[int, TensorResult]:
         local = self.store.local(self.out) is not None
-        results = run(
+        return run(
             job.plan,
             job.shards,
             lambda leaf: open_leaf(job.checkpoint, leaf),
@@ -83,8 +92,25 @@ class Publisher:
             scratch=self.out if local else None,
             progress=count,
         )
-        self._copied = bases.copy(job.copies, job.copy_shards, sink, count)
-        return results
+
+    def _over_cluster(self, job: Job, sink: "Sink", count: Progress) -> dict[int, TensorResult]:
+        from mtx2vllm.converter import ray_executor
+
+        local = self.store.local(self.out) is not None
+        job.schedule(self.out)  # refuses a budget that is too small before any machine works
+        return ray_executor.run(
+            job.plan,
+            job.shards,
+            job.checkpoint,
+            sink,
+            budget=job.options.memory_budget,
+            workers=job.options.workers,
+            writers=1 if local else REMOTE_WRITERS,
+            scratch=str(Path(self.out).absolute()) if local else None,
+            remote_source=store_for(job.checkpoint.items).local(job.checkpoint.items) is None,
+            progress=count,
+            address=job.options.ray_address,
+        )
 
     def publish(
         self, job: Job, checkpoint: str, results: Mapping[int, TensorResult], previous: Previous | None = None
@@ -174,7 +200,7 @@ class Publisher:
 class _Deferred:
     """A shard that gets its name when the whole version does: `commit` says only that its bytes are all written."""
 
-    writer: RangeWriter
+    writer: SharedWriter
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `RangeWriter.write`."""
@@ -187,6 +213,21 @@ class _Deferred:
     def abort(self) -> None:
         """See `RangeWriter.abort`."""
         self.writer.abort()
+
+    def ticket(self) -> Ticket:
+        """See `SharedWriter.ticket`."""
+        return self.writer.ticket()
+
+    def accept(self, receipt: Any) -> None:
+        """See `SharedWriter.accept`."""
+        self.writer.accept(receipt)
+
+    def extents(self, offset: int, length: int) -> list[tuple[str, int, int]]:
+        """See `SharedWriter.extents`."""
+        return self.writer.extents(offset, length)
+
+
+Sink = Callable[[ShardFile], _Deferred]
 
 
 def _who(out: str) -> str:
