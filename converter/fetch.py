@@ -5,30 +5,25 @@ the units of trust. A copy that was interrupted goes on with the pieces that are
 arrive wrong are asked for again. The manifest is written last, as by every writer.
 """
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from blake3 import blake3
-
-from mtx2vllm.converter import claim, posix
+from mtx2vllm.converter import claim, fetch_shard
 from mtx2vllm.converter.errors import DifferenceError, InputError
+from mtx2vllm.converter.fetch_shard import THREADS, pieces_of
+from mtx2vllm.converter.rangefile import Window
 from mtx2vllm.converter.storage import Store, join, normal, store_for
 from mtx2vllm.converter.verify import load_manifest
 from mtx2vllm.schemas.manifest import NAME, FileEntry, Manifest, digest
 
-RANGE = 4 << 20  # bytes a request: at 20 ms of latency a connection still carries 100 MB/s
-THREADS = 16  # requests at a time; with RANGE, 64 MiB of buffers
 ATTEMPTS = 3  # at bytes that arrive, but are not the manifest's
 _INDEX = ".safetensors.index.json"  # names weights that a copy of the config alone does not have
 
 Progress = Callable[[int, int], None]  # bytes done, of how many
-_local = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +43,6 @@ class Fetched:
             f"{self.directory} holds {self.files} files of {self.version}: {self.fetched:,} bytes fetched, "
             f"{self.kept:,} were there, in {self.seconds:.1f} s; every digest is the manifest's."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes [start, end) of a shard, and their blake3."""
-
-    what: str
-    start: int
-    end: int
-    digest: str
 
 
 def fetch_version(
@@ -152,6 +137,7 @@ class _Copy:
     ) -> None:
         self._version, self._directory, self._source, self._into = version, directory, source, into
         self._manifest, self._total, self._progress = manifest, total, progress
+        self._threads = fetch_shard.THREADS if source.local(version) is None else fetch_shard.LOCAL_THREADS
         self._lock = threading.Lock()
         self.fetched = self.kept = 0
 
@@ -184,33 +170,25 @@ class _Copy:
 
     def shard(self, name: str, pool: ThreadPoolExecutor) -> None:
         """Copy a shard: what is sound stays, the rest comes in parallel ranges."""
-        size = self._manifest.files[name].size
+        size, path = self._manifest.files[name].size, join(self._directory, name)
         wanted = pieces_of(self._manifest, name)
-        with _opened(join(self._directory, name), size, self._uncommit) as (fd, fresh):
-            if not fresh:
-                wanted = list(_unsound(fd, wanted, pool))
-            self._count(kept=size - sum(piece.end - piece.start for piece in wanted))
-            if wanted and not fresh:
-                self._uncommit()
-            for _ in range(ATTEMPTS):
-                if not wanted:
-                    break
-                list(pool.map(lambda span: self._range(name, fd, *span), ranges(wanted)))
-                wanted = list(_unsound(fd, wanted, pool))
-            else:
-                if wanted:
-                    raise self._damaged(name, [piece.what for piece in wanted])
-            with posix.sentences(join(self._directory, name), size):
-                os.fsync(fd)
 
-    def _range(self, name: str, fd: int, start: int, end: int) -> None:
-        buffer = _buffer()[: end - start]
-        self._source.read_into(join(self._version, name), start, buffer)
-        with posix.sentences(join(self._directory, name), len(buffer)):
-            done = 0
-            while done < len(buffer):
-                done += os.pwrite(fd, buffer[done:], start + done)
-        self._count(fetched=len(buffer))
+        def read(start: int, out: memoryview) -> None:
+            self._source.read_into(join(self._version, name), start, out)
+            self._count(fetched=len(out))
+
+        with fetch_shard.opened(path, size, self._uncommit) as (fd, fresh):
+            if not fresh:
+                wanted = fetch_shard.unsound(fd, wanted, pool)
+                if wanted:
+                    self._uncommit()
+            self._count(kept=size - sum(piece.end - piece.start for piece in wanted))
+            into = Window(fd, Path(path), size)
+            for _ in range(ATTEMPTS):
+                wanted = fetch_shard.copy(read, into, wanted, pool, self._threads)
+            if wanted:
+                raise self._damaged(name, [piece.what for piece in wanted])
+            into.sync()
 
     def _damaged(self, name: str, what: Sequence[str]) -> DifferenceError:
         listed = ", ".join(what[:3]) + (f" and {len(what) - 3} more" if len(what) > 3 else "")
@@ -218,80 +196,3 @@ class _Copy:
             f"{join(self._version, name)}: {listed}: other bytes than the manifest says, {ATTEMPTS} times; the version "
             "is damaged. Publish it again; what was sound is kept for another fetch."
         )
-
-
-def pieces_of(manifest: Manifest, name: str) -> list[Piece]:
-    """The header and the tensors of a shard, in order; together they are the whole file.
-
-    Raises:
-        InputError: bytes of the file belong to nothing in the manifest, or to two tensors.
-    """
-    entry = manifest.files[name]
-    tensors = sorted(((t.offset, t.nbytes, key) for key, t in manifest.tensors.items() if t.file == name))
-    end = tensors[0][0] if tensors else entry.size
-    pieces = [Piece("its header", 0, end, entry.digest)]
-    for offset, nbytes, key in tensors:
-        if offset != end:
-            raise InputError(f"{name}: the manifest covers bytes {min(offset, end)} to {max(offset, end)} not once.")
-        end += nbytes
-        pieces.append(Piece(f"tensor {key!r}", offset, end, manifest.tensors[key].blake3))
-    if end != entry.size:
-        raise InputError(f"{name}: the manifest says nothing of the bytes from {end} on.")
-    return pieces
-
-
-def ranges(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """What to ask for: neighbours in one request, none longer than RANGE."""
-    joined: list[tuple[int, int]] = []
-    for piece in pieces:
-        if joined and joined[-1][1] == piece.start:
-            joined[-1] = (joined[-1][0], piece.end)
-        else:
-            joined.append((piece.start, piece.end))
-    return [(at, min(at + RANGE, end)) for start, end in joined for at in range(start, end, RANGE)]
-
-
-def _unsound(fd: int, pieces: Sequence[Piece], pool: ThreadPoolExecutor) -> Iterator[Piece]:
-    sound = pool.map(lambda piece: _hash(fd, piece) == piece.digest, pieces)
-    yield from (piece for piece, is_sound in zip(pieces, sound, strict=True) if not is_sound)
-
-
-def _hash(fd: int, piece: Piece) -> str:
-    hasher, at = blake3(), piece.start
-    while at < piece.end:
-        part = _buffer()[: piece.end - at]
-        count = os.preadv(fd, [part], at)
-        if count == 0:
-            return ""
-        hasher.update(part[:count])
-        at += count
-    return str(hasher.hexdigest())
-
-
-@contextmanager
-def _opened(path: str, size: int, uncommit: Callable[[], None]) -> Iterator[tuple[int, bool]]:
-    """The file at its full size, and whether it is new. One of another size is unlinked, not truncated: it may be
-    mapped. Links are not followed."""
-    place = Path(path)
-    with posix.sentences(path, size):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = place.is_symlink() or not place.exists() or place.stat().st_size != size
-        if fresh:
-            uncommit()
-            place.unlink(missing_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        if fresh:
-            with posix.sentences(path, size):
-                posix.allocate(fd, size)
-        yield fd, fresh
-    finally:
-        os.close(fd)
-
-
-def _buffer() -> memoryview:
-    """This thread's bytes for one range."""
-    if not hasattr(_local, "range"):
-        _local.range = memoryview(bytearray(RANGE))
-    found: memoryview = _local.range
-    return found

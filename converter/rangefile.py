@@ -20,7 +20,7 @@ _MANY = 64  # extents a window; beyond that one call over the whole span is chea
 Extent = tuple[int, int]  # start, end
 
 
-class _Window:
+class Window:
     """Writes at offsets of a descriptor, with at most two windows of dirty pages. Only the bookkeeping is locked."""
 
     def __init__(self, fd: int, path: Path, size: int) -> None:
@@ -82,7 +82,7 @@ class FileRangeWriter:
         self._before = _identity(self._path)
         self._hidden = self._path.with_name(f"{LEFTOVER}{secrets.token_hex(8)}")
         fd = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        self._window = _Window(fd, self._path, size)
+        self._window = Window(fd, self._path, size)
         self._guests = 0  # bytes that guests have written
         try:
             posix.allocate(fd, size)
@@ -139,7 +139,7 @@ class FileGuest:
     """See `GuestWriter`. A range that is written again, after a guest was killed, has the same bytes at the same place."""
 
     def __init__(self, ticket: Ticket) -> None:
-        self._window = _Window(os.open(ticket.hidden, os.O_RDWR), Path(ticket.path), ticket.size)
+        self._window = Window(os.open(ticket.hidden, os.O_RDWR), Path(ticket.path), ticket.size)
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `FileRangeWriter.write`."""

@@ -4,7 +4,7 @@
 
 The real fake-gcs-server runs behind a proxy in a process of its own that holds every answer back. The same object is
 read by the product's store, range by range: one request at a time, then as many as the product keeps under way
-(`fetch.THREADS`); then a whole version by `fetch_version`, which hashes and writes as well. Medians.
+(`fetch_shard.THREADS`); then a whole version by `fetch_version`, which hashes and writes as well. Medians.
 """
 
 import argparse
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import versions
 from gcs import emulator
 
-from mtx2vllm.converter import fetch
+from mtx2vllm.converter import fetch, fetch_shard
 from mtx2vllm.converter.gs import GsStore
 from mtx2vllm.converter.gs_http import EMULATOR
 from mtx2vllm.converter.storage import basename, join, parent
@@ -49,13 +49,15 @@ def main() -> None:
             through = relay.stdout.readline().strip()
             slow = GsStore(through)
             path = join(bucket, "100/canonical/model-00001-of-00001.safetensors")
-            print(f"{size / MIB:.0f} MiB, {chosen.latency * 1000:.0f} ms a request, {fetch.THREADS} requests at a time")
+            print(
+                f"{size / MIB:.0f} MiB, {chosen.latency * 1000:.0f} ms a request, {fetch_shard.THREADS} requests at a time"
+            )
             print("range      serial       parallel     gain   (no latency: serial, parallel) (TensorStore, parallel)")
-            for span in (MIB // 4, MIB, fetch.RANGE):
+            for span in (MIB // 4, MIB, fetch_shard.RANGE):
                 rates = [
                     rate(chosen.runs, size, lambda s=store, t=threads, n=span: read(s, path, size, n, t))
                     for store in (slow, direct)
-                    for threads in (1, fetch.THREADS)
+                    for threads in (1, fetch_shard.THREADS)
                 ]
                 print(
                     f"{span / MIB:4.2f} MiB {rates[0]:7.1f} MB/s {rates[1]:8.1f} MB/s {rates[1] / rates[0]:6.1f}x"
@@ -99,7 +101,7 @@ def read(store: GsStore, path: str, size: int, span: int, threads: int) -> None:
 def tensorstore(store: GsStore, path: str, size: int, span: int) -> None:
     """The same ranges by TensorStore, copied into one buffer."""
     out = memoryview(bytearray(size))
-    context = ts.Context({"gcs_request_concurrency": {"limit": fetch.THREADS}})
+    context = ts.Context({"gcs_request_concurrency": {"limit": fetch_shard.THREADS}})
     kvstore = ts.KvStore.open(store.kvstore(parent(path)), context=context).result()
     reads = {
         at: kvstore.read(basename(path), byte_range=slice(at, min(at + span, size))) for at in range(0, size, span)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import versions
 
-from mtx2vllm.converter import fetch, files
+from mtx2vllm.converter import fetch_shard, files
 from mtx2vllm.converter.errors import DifferenceError, InputError, NotCommitted
-from mtx2vllm.converter.fetch import Piece, fetch_version, pieces_of, ranges
+from mtx2vllm.converter.fetch import fetch_version
+from mtx2vllm.converter.fetch_shard import Piece, pieces_of, ranges
 from mtx2vllm.converter.verify import verify_version
 from mtx2vllm.schemas.manifest import Manifest
 
@@ -27,7 +28,7 @@ def version(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "RANGE", 1000)
+    monkeypatch.setattr(fetch_shard, "RANGE", 1000)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -59,12 +60,12 @@ def test_only_the_config(version: Path, tmp_path: Path) -> None:
 def test_an_interrupted_copy_goes_on(version: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     code = (
-        "import os, sys; from mtx2vllm.converter import fetch; fetch.RANGE, fetch.THREADS = 1000, 1\n"
-        "count, real = [], fetch._Copy._range\n"
+        "import os, sys; from mtx2vllm.converter import fetch, files, fetch_shard; fetch_shard.RANGE, fetch_shard.LOCAL_THREADS = 1000, 1\n"
+        "count, real = [], files.FileStore.read_into\n"
         "def die(*a):\n"
         "    count.append(1); real(*a)\n"
-        "    len(count) > 8 and os.kill(os.getpid(), 9)\n"
-        "fetch._Copy._range = die; fetch.fetch_version(sys.argv[1], sys.argv[2])"
+        "    len(count) > 24 and os.kill(os.getpid(), 9)\n"
+        "files.FileStore.read_into = die; fetch.fetch_version(sys.argv[1], sys.argv[2])"
     )
     assert subprocess.run([sys.executable, "-c", code, version, copy], check=False).returncode == -signal.SIGKILL
     with pytest.raises(NotCommitted):
