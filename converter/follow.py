@@ -7,6 +7,7 @@ remembered is trouble: a step that cannot be converted is reported once and left
 not the step's fault is tried again with a growing pause, and a step that the trainer deletes while it is read is dropped.
 """
 
+import contextlib
 import logging
 import random
 import threading
@@ -21,7 +22,7 @@ from mtx2vllm.converter.errors import DifferenceError, InputError, LostRace, Not
 from mtx2vllm.converter.follow_lease import RootLease
 from mtx2vllm.converter.follow_steps import Mark, StepDir, exists, find_steps, is_committed, mark, overtaken
 from mtx2vllm.converter.locate import METADATA
-from mtx2vllm.converter.storage import GS, join, store_for
+from mtx2vllm.converter.storage import GS, LEFTOVER, join, store_for
 from mtx2vllm.converter.verify import load_manifest
 from mtx2vllm.schemas.manifest import Manifest
 
@@ -286,15 +287,22 @@ class Follower:
 
     def _clean(self) -> None:
         store = store_for(self.chosen.root)
+        for place in (self.chosen.root, join(self.chosen.root, roots.AGENTS)):
+            for entry in store.listdir(place):
+                stat = store.stat(join(place, entry.name)) if entry.name.startswith(LEFTOVER) else None
+                if stat is not None and self.clock() - stat.modified > roots.TTL_S:  # nobody writes so long
+                    store.delete(join(place, entry.name))
         for step in roots.steps_in(store.listdir(self.chosen.root)):
             out = join(self.chosen.root, str(step))
-            if store.stat(roots.manifest_path(self.chosen.root, step)) or not store.stat(join(out, claims.NAME)):
+            stat, record = store.stat(join(out, claims.NAME)), claims.read(store, out)
+            if stat is None or record is None or claims.is_live(record, stat.modified, self.clock()):
                 continue
-            try:
+            with contextlib.suppress(LostRace):
+                if store.stat(roots.manifest_path(self.chosen.root, step)):  # killed right after publishing
+                    store.delete(join(out, claims.NAME), stat.generation)
+                    continue
                 with claims.Claim(out):  # taking a dead claim removes the files that it names
                     log.info("removed what a dead writer left of %d", step, extra={"event": "cleaned", "step": step})
-            except LostRace:
-                continue  # a live one; whoever it is, the version is theirs
 
     def _newest_version(self) -> int | None:
         store = store_for(self.chosen.root)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +47,42 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
         time.sleep(0.01)
 
 
-class Trainer(threading.Thread):
-    """Writes steps one after another, file by file, as Orbax does on a disk."""
+def content_of(step: int) -> str:
+    """What a step holds: every other one the same."""
+    return ("trained", "original")[step // 10 % 2]
 
-    def __init__(self, run: Path, steps: Mapping[int, str], pause: float) -> None:
+
+class Trainer(threading.Thread):
+    """Writes steps 10, 20, ... one after another, file by file, as Orbax does on a disk, until `finish`."""
+
+    def __init__(self, run: Path, pause: float) -> None:
         super().__init__(daemon=True)
-        self.run_dir, self.steps, self.pause = run, steps, pause
-        self.done = threading.Event()
+        self.run_dir, self.pause = run, pause
+        self.written: list[int] = []
+        self._enough = threading.Event()
+
+    def finish(self) -> list[int]:
+        """Write the step under way, and say which there are."""
+        self._enough.set()
+        self.join()
+        return self.written
 
     def run(self) -> None:
-        for step, content in self.steps.items():
-            temporary = self.run_dir / "checkpoints" / f"{step}.orbax-checkpoint-tmp-1"
-            files = sorted(p for p in CONTENTS[content].rglob("*") if p.is_file())
-            for file in files:
-                target = temporary / file.relative_to(CONTENTS[content])
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, target)
-                time.sleep(self.pause / len(files))
-            temporary.rename(temporary.with_name(str(step)))
-        self.done.set()
+        while not self._enough.is_set():
+            self.write(10 * (len(self.written) + 1))
+
+    def write(self, step: int) -> None:
+        """One step."""
+        content = content_of(step)
+        temporary = self.run_dir / "checkpoints" / f"{step}.orbax-checkpoint-tmp-1"
+        files = sorted(p for p in CONTENTS[content].rglob("*") if p.is_file())
+        for file in files:
+            target = temporary / file.relative_to(CONTENTS[content])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+            time.sleep(self.pause / len(files))
+        temporary.rename(temporary.with_name(str(step)))
+        self.written.append(step)
 
 
 class FollowerProcess:
@@ -117,10 +134,10 @@ class FollowerProcess:
 class RootWatcher(threading.Thread):
     """Checks each version whole as soon as it is committed, with the oracle of what its step holds."""
 
-    def __init__(self, root: Path, contents: Mapping[int, str]) -> None:
+    def __init__(self, root: Path, content: Callable[[int], str] = content_of) -> None:
         super().__init__(daemon=True)
-        self.root, self.contents = root, contents
-        self.oracle = {name: expected(name) for name in set(contents.values())}
+        self.root, self.content = root, content
+        self.oracle = {name: expected(name) for name in CONTENTS}
         self.seen: dict[int, bytes] = {}
         self.problems: list[str] = []
         self.looks = 0
@@ -144,7 +161,7 @@ class RootWatcher(threading.Thread):
             step = int(path.parent.name)
             if step not in self.seen:
                 self.seen[step] = path.read_bytes()
-                self.problems += [f"{step}: {text}" for text in self._check(path.parent, self.contents[step])]
+                self.problems += [f"{step}: {text}" for text in self._check(path.parent, self.content(step))]
 
     def _check(self, version: Path, content: str) -> list[str]:
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_files import DATA, digests, oracle
+from versions import arrays, write_version
 
 from fleet.run_source import CONFIG, Run
 from mtx2vllm.converter import follow as following
@@ -23,7 +24,7 @@ from mtx2vllm.converter.verify import load_manifest, verify_version
 
 class Clock:
     def __init__(self) -> None:
-        self.time = 1_000_000_000.0
+        self.time = time.time() + 60
 
     def __call__(self) -> float:
         return self.time
@@ -330,6 +331,15 @@ def test_what_a_killed_follower_left_is_removed(fleet: Fleet) -> None:
     foreign = fleet.root / "8"
     foreign.mkdir()
     (foreign / "model.safetensors").write_bytes(b"somebody is copying")
+    whole = write_version(fleet.root / "6", arrays(6))
+    (whole / ".mtx2vllm.claim.json").write_text(json.dumps(claim))  # killed right after publishing
+    old, young = fleet.root / ".mtx2vllm-0123", fleet.root / ".mtx2vllm-4567"
+    for path, age in ((old, 1000), (young, 0)):
+        path.write_bytes(b"{")
+        os.utime(path, (time.time() - age,) * 2)
     fleet.follower()
+    assert (old.exists(), young.exists()) == (False, True)  # somebody may be writing the young one
     assert not [p for p in half.rglob("*") if p.is_file()]
+    assert verify_version(str(whole)).ok
+    assert not (whole / ".mtx2vllm.claim.json").exists()
     assert (foreign / "model.safetensors").exists()

@@ -1,5 +1,6 @@
 """Kill -9 of the follower at any moment: nothing half is ever published, and everything is there in the end."""
 
+import contextlib
 import json
 import random
 import time
@@ -7,21 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from fleet.live import CONTENTS, FollowerProcess, RootWatcher, Trainer, until
+from fleet.live import CONTENTS, FollowerProcess, RootWatcher, Trainer, content_of, until
 from fleet.run_source import CONFIG
 from mtx2vllm.converter.convert import convert
 
 CLAIM = ".mtx2vllm.claim.json"
 
 
-def contents(count: int) -> dict[int, str]:
-    return {10 * (i + 1): ("trained", "original")[i % 2] for i in range(count)}
-
-
-def half_written(root: Path) -> list[Path]:
-    """Versions under way: claimed and not committed."""
-    claims = root.glob(f"[0-9]*/{CLAIM}")
-    return [claim.parent for claim in claims if not (claim.parent / "mtx2vllm.json").exists()]
+def is_writing(root: Path, pid: int) -> bool:
+    """Whether a version is claimed by a process and not committed."""
+    for claim in root.glob(f"[0-9]*/{CLAIM}"):
+        with contextlib.suppress(FileNotFoundError):
+            if json.loads(claim.read_text())["pid"] == pid and not (claim.parent / "mtx2vllm.json").exists():
+                return True
+    return False
 
 
 def events(log: Path) -> list[dict[str, object]]:
@@ -31,34 +31,35 @@ def events(log: Path) -> list[dict[str, object]]:
 def survive(home: Path, kills: int, seed: int) -> tuple[int, int]:
     """A run with so many kills; how many of them hit a version under way, and how many versions there were."""
     chance = random.Random(seed)
-    steps = contents(kills + 4)
     run, root = home / "run", home / "root"
     root.mkdir(parents=True)
-    trainer, watcher = Trainer(run, steps, 1.0), RootWatcher(root, steps)
+    trainer, watcher = Trainer(run, 0.5), RootWatcher(root)
     follower = FollowerProcess(run, root, home / "log", "--layout", "hf", "--all")
     watcher.start()
     trainer.start()
-    hits = 0
+    hits, steps = 0, []
     try:
         for number in range(kills):
             follower.start()
             if number % 2:  # any moment, the start of the process included
                 time.sleep(chance.uniform(0.0, 4.0))
             else:  # while a version is written
-                until(lambda: half_written(root) or not follower.running(), 60, "a version under way")
-                time.sleep(chance.uniform(0.0, 0.05))
+                until(lambda: is_writing(root, follower.pid) or not follower.running(), 60, "a version under way")
+                time.sleep(chance.uniform(0.0, 0.05) if number else 0.0)
             assert follower.running()
             follower.kill()
-            hits += follower.pid in {json.loads((v / CLAIM).read_text())["pid"] for v in half_written(root)}
+            hits += is_writing(root, follower.pid)
+        steps = trainer.finish()
         follower.start()
-        until(lambda: trainer.done.is_set() and len(watcher.seen) == len(steps), 120, "all versions")
+        until(lambda: len(watcher.seen) == len(steps), 120, "all versions")
         assert follower.stop() == 0
     finally:
         follower.kill()
+        trainer.finish()
         watcher.finish()
     assert watcher.problems == []
     assert set(watcher.seen) == set(steps)
-    leftovers = [p for p in root.rglob("*") if p.name.startswith((".mtx2vllm-", ".mtx2vllm.claim"))]
+    leftovers = [p for p in root.glob("[0-9]*/**/*") if p.name.startswith((".mtx2vllm-", CLAIM))]
     assert leftovers == []
     assert not [e for e in events(home / "log") if e["level"] == "error"]
     return hits, len(steps)
@@ -78,23 +79,23 @@ def test_thirty_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_sigterm_ends_cleanly_and_a_standby_takes_over(tmp_path: Path) -> None:
-    steps = contents(3)
     run, root = tmp_path / "run", tmp_path / "root"
     root.mkdir()
     first = FollowerProcess(run, root, tmp_path / "first", "--layout", "hf")
     second = FollowerProcess(run, root, tmp_path / "second", "--layout", "hf")
-    watcher = RootWatcher(root, steps)
+    trainer, watcher = Trainer(run, 0.1), RootWatcher(root)
     watcher.start()
     try:
         first.start()
         until((root / ".follower.json").exists, 60, "the lease")
         second.start()
         until(lambda: any(e.get("event") == "standby" for e in events(tmp_path / "second")), 60, "the standby")
-        Trainer(run, dict(list(steps.items())[:1]), 0.1).run()
+        trainer.write(10)
         until(lambda: 10 in watcher.seen, 60, "the first version")
         assert first.stop() == 0
         assert events(tmp_path / "first")[-1]["event"] == "stopped"
-        Trainer(run, dict(list(steps.items())[1:]), 0.1).run()
+        trainer.write(20)
+        trainer.write(30)
         until(lambda: 30 in watcher.seen, 60, "the last version")
         assert second.stop() == 0
     finally:
@@ -106,14 +107,14 @@ def test_sigterm_ends_cleanly_and_a_standby_takes_over(tmp_path: Path) -> None:
 
 
 def test_the_watcher_is_not_blind(tmp_path: Path) -> None:
-    """A version of the wrong step, one with a flipped bit under a manifest that fits it, one that changes later."""
+    """The versions of two steps, taken for those of one; then a flipped bit."""
     root = tmp_path / "root"
-    convert(str(CONTENTS["trained"]), str(root / "10"), layout="hf", hf_config=CONFIG)
-    convert(str(CONTENTS["original"]), str(root / "20"), layout="hf", hf_config=CONFIG)
-    watcher = RootWatcher(root, {10: "trained", 20: "original"})
+    for step in (10, 20):
+        convert(str(CONTENTS[content_of(step)]), str(root / str(step)), layout="hf", hf_config=CONFIG)
+    watcher = RootWatcher(root)
     watcher.look()
     assert watcher.problems == []
-    confused = RootWatcher(root, {10: "original", 20: "original"})
+    confused = RootWatcher(root, lambda step: "trained")
     confused.look()
     assert all(text.startswith("10: tensor") for text in confused.problems)
     assert len(confused.problems) > 1
@@ -121,6 +122,6 @@ def test_the_watcher_is_not_blind(tmp_path: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    late = RootWatcher(root, {10: "trained", 20: "original"})
+    late = RootWatcher(root)
     late.look()
     assert any("20: " in text for text in late.problems)
