@@ -7,7 +7,6 @@ remembered is trouble: a step that cannot be converted is reported once and left
 not the step's fault is tried again with a growing pause, and a step that the trainer deletes while it is read is dropped.
 """
 
-import contextlib
 import logging
 import random
 import threading
@@ -15,14 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mtx2vllm.converter import claim as claims
 from mtx2vllm.converter import root as roots
 from mtx2vllm.converter.convert import Converted, Options, carry_out, prepare
 from mtx2vllm.converter.errors import DifferenceError, InputError, LostRace, NotCommitted, StorageError, UsageError
 from mtx2vllm.converter.follow_lease import RootLease
+from mtx2vllm.converter.follow_root import clean, newest_version, remove_if_empty, version_before
 from mtx2vllm.converter.follow_steps import Mark, StepDir, exists, find_steps, is_committed, mark, overtaken
 from mtx2vllm.converter.locate import METADATA
-from mtx2vllm.converter.storage import GS, LEFTOVER, join, store_for
+from mtx2vllm.converter.storage import GS, join, store_for
 from mtx2vllm.converter.verify import load_manifest
 from mtx2vllm.schemas.manifest import Manifest
 
@@ -35,7 +34,6 @@ _LONGEST_LOOK_S = 30.0  # between two looks whether a refused step has changed
 _SKEW_S = 5.0  # of the clocks of a run's and a root's store
 _GONE_S = 60.0  # how long what is left of a deleted step is not looked at
 _REMEMBERED = 256  # notes that are not said twice
-_LOOKED_BACK = 3  # versions that are tried as the one to compare with
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,8 @@ class Follower:
     def resume(self) -> None:
         """Take up what a predecessor has settled (versions that were pruned since are not converted again), and remove
         what it left half written."""
-        self._clean()
-        newest = self._newest_version()
+        clean(self.chosen.root, self.clock())
+        newest = newest_version(self.chosen.root)
         self._settled |= {step for step in self.lease.settled if newest is not None and step < newest}
         self.status.published = newest
 
@@ -167,7 +165,7 @@ class Follower:
             return False
         if trouble.mark is None:
             return True
-        if mark(step.location, self.chosen.options.hf_config) != trouble.mark:
+        if self._mark_of(step) != trouble.mark:
             del self._troubles[step.step]
             return True
         later = self._later(trouble.attempts + 1, _LONGEST_LOOK_S)
@@ -191,12 +189,12 @@ class Follower:
         before: Mark | None = None
         try:
             self._tell(step.step)
-            before = mark(step.location, self.chosen.options.hf_config)
+            before = self._mark_of(step)
             started = time.monotonic()
             job = prepare(step.location, self.chosen.options)
             for note in job.notes:
                 self._once(note)
-            previous = self._previous(step.step, job.plan.layout)
+            previous = version_before(self.chosen.root, step.step, job.plan.layout)
             done = carry_out(
                 job, step.location, out, say=log.warning, progress=self._progress, started=started, previous=previous
             )
@@ -213,6 +211,8 @@ class Follower:
             self._failed(step, before, error)
         finally:
             self.status.writing = None
+        if step.step not in self._settled:
+            remove_if_empty(out)
         self._tell(None)
 
     def _tell(self, writing: int | None) -> None:
@@ -255,9 +255,9 @@ class Follower:
         if isinstance(error, LostRace) and self._is_settled(step):
             log.info("version %d was published by another writer", number, extra={"event": "present", "step": number})
             return
-        now = self._mark(step)
+        now = self._mark_after(step)
         if before is not None and (now is None or before.lost(now)):
-            self._troubles[number] = Trouble(1, self.clock() + _GONE_S, now or Mark({}, ()))
+            self._troubles[number] = Trouble(1, self.clock() + _GONE_S, now or Mark({}, (), ()))
             self.status.counts["dropped"] += 1
             log.warning(
                 "dropped %d: the trainer deleted it while it was read", number,
@@ -279,46 +279,15 @@ class Follower:
             extra={"event": "refused" if own else "failed", "step": number, "attempts": attempts},
         )  # fmt: skip
 
-    def _mark(self, step: StepDir) -> Mark | None:
+    def _mark_of(self, step: StepDir) -> Mark:
+        return mark(step.location, join(self.chosen.root, str(step.step)), self.chosen.options.hf_config)
+
+    def _mark_after(self, step: StepDir) -> Mark | None:
+        """What is left of a step after a failure, None where nothing is."""
         try:
-            return mark(step.location, self.chosen.options.hf_config) if exists(step.location) else None
+            return self._mark_of(step) if exists(step.location) else None
         except (OSError, StorageError):
-            return Mark({}, ()) if exists(step.location) else None
-
-    def _clean(self) -> None:
-        store = store_for(self.chosen.root)
-        for place in (self.chosen.root, join(self.chosen.root, roots.AGENTS)):
-            for entry in store.listdir(place):
-                stat = store.stat(join(place, entry.name)) if entry.name.startswith(LEFTOVER) else None
-                if stat is not None and self.clock() - stat.modified > roots.TTL_S:  # nobody writes so long
-                    store.delete(join(place, entry.name))
-        for step in roots.steps_in(store.listdir(self.chosen.root)):
-            out = join(self.chosen.root, str(step))
-            stat, record = store.stat(join(out, claims.NAME)), claims.read(store, out)
-            if stat is None or record is None or claims.is_live(record, stat.modified, self.clock()):
-                continue
-            with contextlib.suppress(LostRace):
-                if store.stat(roots.manifest_path(self.chosen.root, step)):  # killed right after publishing
-                    store.delete(join(out, claims.NAME), stat.generation)
-                    continue
-                with claims.Claim(out):  # taking a dead claim removes the files that it names
-                    log.info("removed what a dead writer left of %d", step, extra={"event": "cleaned", "step": step})
-
-    def _newest_version(self) -> int | None:
-        store = store_for(self.chosen.root)
-        steps = roots.steps_in(store.listdir(self.chosen.root))
-        return next((s for s in steps if store.stat(roots.manifest_path(self.chosen.root, s))), None)
-
-    def _previous(self, step: int, layout: str) -> tuple[int, Manifest] | None:
-        """The version before this one, to count what has not changed."""
-        older = [s for s in roots.steps_in(store_for(self.chosen.root).listdir(self.chosen.root)) if s < step]
-        for number in older[:_LOOKED_BACK]:
-            try:
-                found, _ = load_manifest(join(self.chosen.root, str(number)))
-            except InputError:
-                continue
-            return (number, found) if found.layout == layout else None
-        return None
+            return Mark({}, (), ()) if exists(step.location) else None
 
     def _once(self, text: str, level: int = logging.INFO, **facts: object) -> None:
         if text not in self._said:

@@ -20,10 +20,12 @@ class StepDir:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a step consisted of: files and sizes, and the generations of its metadata and of the config beside it."""
+    """What a conversion depended on: the step's files and sizes, the generations of its metadata and of the config, and
+    what lay in the place of the version."""
 
     files: Mapping[str, int]
     generations: tuple[int, ...]
+    target: tuple[str, ...]
 
     def lost(self, later: "Mark") -> int:
         """How many files have gone since."""
@@ -57,15 +59,17 @@ def exists(location: str) -> bool:
     return bool(store_for(location).listdir(location))
 
 
-def mark(location: str, hf_config: str | None) -> Mark:
-    """What a step consists of now. `hf_config` is what was given; a mended config is a change, too."""
+def mark(location: str, out: str, hf_config: str | None) -> Mark:
+    """What a conversion of a step into `out` depends on now. `hf_config` is what was given."""
     store = store_for(location)
     above = parent(location)
     configs = [join(where, CONFIG) for where in (location, above, parent(above))]
     if hf_config is not None:
         configs += [hf_config, join(hf_config, CONFIG)]
     stats = [store.stat(join(location, "items", METADATA)), *(store_for(path).stat(path) for path in configs)]
-    return Mark(_files(store, location), tuple(s.generation if s else 0 for s in stats))
+    return Mark(
+        _files(store, location), tuple(s.generation if s else 0 for s in stats), tuple(store_for(out).walk(out))
+    )
 
 
 def _files(store: Store, location: str) -> dict[str, int]:

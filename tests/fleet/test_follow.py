@@ -164,7 +164,7 @@ def test_a_step_deleted_while_it_is_read_is_dropped_with_a_line(
     fleet.run.delete(2)
     settle(follower)
     assert fleet.versions() == [1]
-    assert not list((fleet.root / "2").rglob("*.safetensors"))
+    assert not (fleet.root / "2").exists()
 
 
 def test_a_bad_step_is_reported_once_and_tried_again_when_it_changes(
@@ -201,6 +201,20 @@ def test_a_config_that_does_not_fit_is_the_input_s_fault_until_it_is_mended(flee
     settle(follower)
     assert (follower.status.counts["refused"], fleet.versions()) == (1, [])
     own.write_text(json.dumps(config))
+    fleet.clock.time += 60
+    settle(follower)
+    assert fleet.versions() == [1]
+
+
+def test_foreign_files_in_its_place_are_left_alone_until_they_are_gone(fleet: Fleet) -> None:
+    fleet.run.write(1)
+    foreign = fleet.root / "1" / "thesis.pdf"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_bytes(b"mine")
+    follower = fleet.follower()
+    settle(follower)
+    assert (follower.status.counts["refused"], fleet.versions(), foreign.read_bytes()) == (1, [], b"mine")
+    foreign.unlink()
     fleet.clock.time += 60
     settle(follower)
     assert fleet.versions() == [1]
@@ -252,7 +266,7 @@ def test_asked_to_stop_within_its_grace_it_finishes_and_after_it_abandons(
     abandoning.deadline = fleet.clock.time
     abandoning.turn()
     assert (abandoning.status.counts["abandoned"], fleet.versions()) == (1, [])
-    assert [p for p in (fleet.root / "1").rglob("*") if p.is_file()] == []
+    assert not (fleet.root / "1").exists()
     abandoning.lease.give_back()
     fleet.stop.clear()
     finishing = fleet.follower()

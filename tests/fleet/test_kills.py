@@ -42,7 +42,7 @@ def survive(home: Path, kills: int, seed: int) -> tuple[int, int]:
         for number in range(kills):
             follower.start()
             if number % 2:  # any moment, the start of the process included
-                time.sleep(chance.uniform(0.0, 4.0))
+                time.sleep(chance.uniform(0.0, 3.0))
             else:  # while a version is written
                 until(lambda: is_writing(root, follower.pid) or not follower.running(), 60, "a version under way")
                 time.sleep(chance.uniform(0.0, 0.05) if number else 0.0)
