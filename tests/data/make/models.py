@@ -14,7 +14,8 @@ class Model:
 
     maxtext: MaxText's model_name. importer: "llama" (its script llama_or_mistral_ckpt, unscanned llama4: llama4_ckpt_unscanned),
     "to_maxtext", or "init": random weights in MaxText's own tree, where it has no importer. overrides: MaxText's sizes.
-    layouts: which of scanned, unscanned to write. logits: {file: more overrides}. loader: how to_maxtext reads hf/.
+    layouts: which of scanned, unscanned to write. logits: {file: more overrides};
+    more_configs: {folder: the Hugging Face config that goes with such a file}.
     """
 
     maxtext: str
@@ -23,7 +24,7 @@ class Model:
     overrides: Mapping[str, Any]
     layouts: tuple[str, ...] = ("scanned",)
     logits: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"logits": {}})
-    loader: str = "safetensors"
+    more_configs: Mapping[str, PretrainedConfig] = field(default_factory=dict)
 
 
 def _variant(family: str, **text: Any) -> PretrainedConfig:
@@ -34,7 +35,20 @@ def _variant(family: str, **text: Any) -> PretrainedConfig:
     return config
 
 
-def _llama(config: type[PretrainedConfig], kv_heads: int, theta: float, vocab: int = 256, **more: Any) -> PretrainedConfig:
+# The scaling that MaxText has built in where rope_type is llama3.1.
+_SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _llama(
+    config: type[PretrainedConfig], kv_heads: int, theta: float, vocab: int = 256, **more: Any
+) -> PretrainedConfig:
     rope = {"rope_type": "default", "rope_theta": theta}
     return config(
         hidden_size=48,
@@ -45,8 +59,9 @@ def _llama(config: type[PretrainedConfig], kv_heads: int, theta: float, vocab: i
         num_hidden_layers=3,
         vocab_size=vocab,
         rms_norm_eps=1e-5,
-        max_position_embeddings=512,
+        max_position_embeddings=more.pop("max_position_embeddings", 512),
         tie_word_embeddings=False,
+        architectures=["MistralForCausalLM" if config is MistralConfig else "LlamaForCausalLM"],
         rope_parameters=more.pop("rope", rope),
         **more,
     )
@@ -136,15 +151,6 @@ def _qwen35() -> PretrainedConfig:
     return config
 
 
-# The scaling that MaxText has built in where rope_type is llama3.1.
-_SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 _VISION = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -168,13 +174,16 @@ MODELS: dict[str, Model] = {
         _llama(LlamaConfig, 2, 5e5),
         _llama_sizes(2),
         logits={"logits": {}, "logits_rope_llama3.1": {"rope_type": "llama3.1"}},
+        more_configs={"hf_rope_llama3.1": _llama(LlamaConfig, 2, 5e5, rope=_SCALED, max_position_embeddings=65536)},
     ),
     "mistral": Model("mistral-7b", "llama", _llama(MistralConfig, 2, 1e6, sliding_window=None), _llama_sizes(2)),
     # Every layer MoE, qk norm, NoPE every fourth: Scout. Its config is the multimodal one, with names `language_model.model.*`.
     "llama4": Model(
         "llama4-17b-16e",
         "llama",
-        Llama4Config(text_config=_llama4_text(4, rope_parameters=_SCALED, max_position_embeddings=65536), vision_config=_VISION),
+        Llama4Config(
+            text_config=_llama4_text(4, rope_parameters=_SCALED, max_position_embeddings=65536), vision_config=_VISION
+        ),
         _llama4_sizes(4, 1, 4, 4),
         layouts=("scanned", "unscanned"),
     ),
@@ -202,13 +211,19 @@ MODELS: dict[str, Model] = {
         _qwen35(),
         {**_GDN_SIZES, "use_mrope": False},
         layouts=("scanned", "unscanned"),
-        loader="transformers",
     ),
     # The 27b's trait: query_pre_attn_scalar (12 = hidden / heads) is not head_dim (16).
     "gemma2-27b": Model(
         "gemma2-27b",
         "to_maxtext",
-        _variant("gemma2", num_attention_heads=4, head_dim=16, query_pre_attn_scalar=12, intermediate_size=64, num_hidden_layers=4),
+        _variant(
+            "gemma2",
+            num_attention_heads=4,
+            head_dim=16,
+            query_pre_attn_scalar=12,
+            intermediate_size=64,
+            num_hidden_layers=4,
+        ),
         {
             "base_emb_dim": 48,
             "base_num_query_heads": 4,
@@ -218,5 +233,19 @@ MODELS: dict[str, Model] = {
             "base_num_decoder_layers": 2,
             "vocab_size": 256,
         },
+    ),
+    # Six layers: one block of four and a rest of two, for which MaxText has no importer. Saved by one device.
+    "qwen3-next-rest": Model(
+        "qwen3-next-80b-a3b",
+        "init",
+        _variant(
+            "qwen3-next",
+            **{
+                **_GDN,
+                "num_hidden_layers": 6,
+                "layer_types": ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 2,
+            },
+        ),
+        {**_GDN_SIZES, "base_num_decoder_layers": 6},
     ),
 }
