@@ -283,8 +283,12 @@ class GsStore:
 
     def writer(self, path: str, size: int) -> GsRangeWriter:
         """See `Store.writer`. Parts go up while they are written; they are composed at the end."""
-        self.delete(path)
-        return GsRangeWriter(self, self._uploads, path, size)
+        return GsRangeWriter(self, self._uploads, path, size, before=self.generation(path))
+
+    def generation(self, path: str) -> int:
+        """The generation of an object, 0 where there is none, as preconditions want it."""
+        found = self.stat(path)
+        return 0 if found is None else found.generation
 
     def guest(self, ticket: Ticket) -> GsRangeWriter:
         """See `Store.guest`."""

@@ -70,8 +70,11 @@ class Part:
 class GsRangeWriter:
     """See `SharedWriter`, and `GuestWriter`: a guest has a `directory` for its parts within its host's."""
 
-    def __init__(self, store: "GsStore", uploads: Uploads, path: str, size: int, directory: str | None = None) -> None:
-        self._store, self._uploads, self._path, self._size = store, uploads, path, size
+    def __init__(
+        self, store: "GsStore", uploads: Uploads, path: str, size: int, directory: str | None = None, before: int = 0
+    ) -> None:
+        """`before`: the generation of what lies at `path`, which stays until `commit` and nothing else may replace."""
+        self._store, self._uploads, self._path, self._size, self._before = store, uploads, path, size, before
         own = join(parent(path), f"{LEFTOVER}parts", secrets.token_hex(8), basename(path))
         self._directory = directory or own
         self._lock = threading.Lock()
@@ -174,15 +177,16 @@ class GsRangeWriter:
 
     def _compose(self, parts: list[Part]) -> Stat:
         """Compose 32 at a time until one request makes the object itself."""
+        over = min(self._before, self._store.generation(self._path))  # 0 where it was deleted meanwhile
         if not parts:
-            return self._store.put(self._path, b"", 0)
+            return self._store.put(self._path, b"", over)
         pieces = [(part.path, part.checksum, part.length) for part in parts]
         level = 0
         while len(pieces) > FAN_IN:
             level += 1
             pieces = self._level(pieces, level)
         names = [path for path, _, _ in pieces]
-        return self._store.compose(self._path, names, crc32c.whole((crc, n) for _, crc, n in pieces), 0)
+        return self._store.compose(self._path, names, crc32c.whole((crc, n) for _, crc, n in pieces), over)
 
     def _level(self, pieces: list[tuple[str, int, int]], level: int) -> list[tuple[str, int, int]]:
         made, sent = [], []

@@ -198,6 +198,26 @@ def test_of_two_writers_of_one_object_the_second_loses(store: GsStore, bucket: s
     assert list(store.walk(bucket)) == ["f"]
 
 
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("meanwhile", ["nothing", "deleted", "replaced"])
+def test_what_was_there_stays_until_the_new_object_is_whole(store: GsStore, bucket: str, meanwhile: str) -> None:
+    path = join(bucket, "f")
+    store.create(path, b"old")
+    writer = store.writer(path, 3000)
+    writer.write(0, memoryview(bytes(3000)))
+    assert store.read(path) == b"old"
+    if meanwhile == "replaced":
+        store.replace(path, b"theirs")
+        with pytest.raises(LostRace):
+            writer.commit()
+        assert store.read(path) == b"theirs"
+        return
+    if meanwhile == "deleted":
+        store.delete(path)
+    writer.commit()
+    assert store.read(path) == bytes(3000)
+
+
 def test_a_killed_writer_leaves_only_what_the_next_run_cleans(store: GsStore, server: str, bucket: str) -> None:
     code = (
         "import os, sys; from mtx2vllm.converter import gs_upload; gs_upload.PART = 1000\n"
