@@ -16,8 +16,6 @@ from typing import Any
 
 from mtx2vllm.converter.endpoint import Endpoint
 from mtx2vllm.converter.errors import InputError, NotCommitted, UsageError
-from mtx2vllm.converter.root import step_of
-from mtx2vllm.converter.storage import basename, normal
 from mtx2vllm.reload import aspire
 from mtx2vllm.reload.apply import Report, Way, load
 from mtx2vllm.reload.engine import Engine, Requests, SwapMode
@@ -193,9 +191,9 @@ class ReloadAgent:
         return self._pause()
 
     def _pause(self) -> float:
-        retry = self._replica.quarantine.next_try()
-        pause = self._watcher.interval
-        return pause if retry is None else min(pause, max(retry - self._clock(), 0.05))
+        now = self._clock()
+        retry = self._replica.quarantine.next_try(now)
+        return min(self._watcher.interval, float("inf") if retry is None else max(retry - now, 0.05))
 
     def _look_failed(self, error: Exception) -> float:
         self.metrics.look_failures.inc()
@@ -247,11 +245,9 @@ def load_version(
         EngineBroken: the engine must not serve any more.
     """
     engine = engine_of(engine_or_llm)
-    version = aspire.open_version(location, 0)
-    step = step_of(basename(normal(location)))
-    number = version.manifest.source.step if step is None else step
+    version = aspire.open_version(location)
     stager = Stager(Options(screen=screen))
     try:
-        return load(engine, stager, replace(version, step=number or 0), None, Way(swap, requests))[1]
+        return load(engine, stager, version, None, Way(swap, requests))[1]
     finally:
         stager.close()

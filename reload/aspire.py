@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from mtx2vllm.converter import root as roots
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.storage import Stat, join, store_for
+from mtx2vllm.converter.storage import Stat, basename, join, normal, store_for
 from mtx2vllm.converter.verify import load_manifest
 from mtx2vllm.reload.settings import Policy
 from mtx2vllm.reload.staged import Version
+from mtx2vllm.schemas.manifest import Manifest
 
 _PASSING = {"vanished", "storage", "changed"}  # may be better a moment later
 _FIRST_S, _SLOWEST_S = {True: 1.0, False: 5.0}, {True: 60.0, False: 600.0}
@@ -76,9 +77,10 @@ class Quarantine:
         """What is in quarantine."""
         return tuple(sorted(self._failed))
 
-    def next_try(self) -> float | None:
-        """When the first pause ends."""
-        return min((until for _, _, until in self._failed.values()), default=None)
+    def next_try(self, now: float) -> float | None:
+        """When the next pause ends. One that is over and has led to nothing (the version is not wanted any more) is no
+        reason to look."""
+        return min((until for _, _, until in self._failed.values() if until > now), default=None)
 
     def _same(self, step: int, generation: int) -> bool:
         return step in self._failed and self._failed[step][0] == generation
@@ -151,14 +153,21 @@ def _exactly(
     return Choice(None if served or blocked(step, stat.generation) else step, stat, step)
 
 
-def open_version(location: str, step: int, stat: Stat | None = None) -> Version:
-    """A committed version as its manifest says.
+def number_of(location: str, manifest: Manifest) -> int:
+    """The number that an engine carries for a version outside of any root: its directory's, else its source's step."""
+    step = roots.step_of(basename(normal(location)))
+    return next((n for n in (step, manifest.source.step) if n is not None), 0)
+
+
+def open_version(location: str, step: int | None = None, stat: Stat | None = None) -> Version:
+    """A committed version as its manifest says; without `step`, see `number_of`.
 
     Raises:
         NotCommitted: there is none any more; InputError: its manifest is not valid.
     """
     manifest, digest = load_manifest(location)
-    return Version(step, location, digest, manifest, stat.modified if stat else 0.0)
+    number = number_of(location, manifest) if step is None else step
+    return Version(number, location, digest, manifest, stat.modified if stat else 0.0)
 
 
 def version_at(root: str, step: int, stat: Stat | None = None) -> Version:

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtx2vllm.converter.errors import InputError, Mtx2vllmError, NotCommitted
-from mtx2vllm.converter.root import step_of
-from mtx2vllm.converter.storage import Stat, basename, normal
+from mtx2vllm.converter.storage import Stat
 from mtx2vllm.reload import aspire
 from mtx2vllm.reload.apply import Loaded, LoadFailed, Report, Way, adopt, load
 from mtx2vllm.reload.engine import Engine, EngineBroken
@@ -75,15 +74,14 @@ class Replica:
 
     def _count_as_loaded(self, location: str) -> None:
         """The engine was started from a version: nothing of it needs loading again."""
-        step = step_of(basename(normal(location)))
         try:
-            version = aspire.open_version(location, -1 if step is None else step)
+            version = aspire.open_version(location)
             self._loaded = adopt(self.engine, version)
         except (InputError, OSError) as error:
             log.warning("%s does not count as loaded: %s", location, error)
             return
-        mine = step is not None and aspire.committed(self.root, step)
-        self._generation = mine.generation if mine else 0
+        # The root's own version of that number may be another one: the first look compares their digests.
+        self._generation = 0
         self._became_loaded(version)
 
     def note(self, text: str | None, **changes: Any) -> None:

@@ -90,7 +90,7 @@ class FakeEngine:
             )
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that another thread does; the limit only says when to give up."""
     deadline = time.monotonic() + seconds
     while not condition():

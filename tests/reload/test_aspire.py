@@ -83,7 +83,15 @@ def test_quarantine_doubles_its_pauses() -> None:
     assert bad == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600]
     passing = [quarantine.add(6, 1, "vanished", 0.0) for _ in range(8)]
     assert passing == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert quarantine.steps == (5, 6) and quarantine.next_try() == 60
+    assert quarantine.steps == (5, 6) and quarantine.next_try(0.0) == 60
+
+
+def test_a_pause_that_is_over_is_no_reason_to_look() -> None:
+    """Else a version that nobody wants any more would make the agent look without end."""
+    quarantine = Quarantine()
+    quarantine.add(5, 1, "invalid", 0.0)
+    quarantine.add(6, 1, "vanished", 3.0)
+    assert [quarantine.next_try(now) for now in (0.0, 4.0, 4.5, 5.0)] == [4.0, 5.0, 5.0, None]
 
 
 def test_quarantine_ends_with_its_pause_or_with_a_change() -> None:
@@ -92,7 +100,7 @@ def test_quarantine_ends_with_its_pause_or_with_a_change() -> None:
     assert quarantine.holds(5, 1, 104.9) and not quarantine.holds(5, 1, 105.0) and not quarantine.holds(5, 2, 100.0)
     assert quarantine.add(5, 2, "invalid", 100.0) == 5  # another version: it counts anew
     quarantine.clear(5)
-    assert not quarantine.holds(5, 2, 100.0) and quarantine.next_try() is None
+    assert not quarantine.holds(5, 2, 100.0) and quarantine.next_try(100.0) is None
     quarantine.add(7, 1, "swap", 0.0)
     quarantine.keep_only([6])
     assert quarantine.steps == ()

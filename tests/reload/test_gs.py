@@ -94,6 +94,7 @@ def test_a_bucket_that_does_not_exist(server: str, bucket: str, make_agent) -> N
     time.sleep(1.0)
     status = agent.status()
     assert status.state == "waiting" and engine.changes == [] and agent.is_live()
+    assert "does not exist" in str(status.error)
     assert json.dumps(status.to_json())
 
 
