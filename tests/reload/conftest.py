@@ -1,13 +1,10 @@
 """Agents that are stopped whatever happens, and one staging process for the tests that need no agent."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from mtx2vllm.reload import ReloadAgent, replica
 from mtx2vllm.reload.stage import Options, Stager

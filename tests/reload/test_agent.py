@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
-from fake import FakeEngine, until
+from fake_engine import FakeEngine, until
 from versions import arrays, write_manifest, write_version
 
 from mtx2vllm.converter import versions as fleet

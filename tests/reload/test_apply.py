@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from fake import FakeEngine
+from fake_engine import FakeEngine
 from versions import BF16, arrays, write_version
 
 from mtx2vllm.reload import load_version

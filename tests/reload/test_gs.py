@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake import FakeEngine, until
+from fake_engine import FakeEngine, until
 from gcs.conftest import broken, bucket, server  # noqa: F401  (fixtures)
 from gcs.proxy import TRANSIENT
 from versions import arrays, write_version

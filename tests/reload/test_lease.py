@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake import FakeEngine, until
+from fake_engine import FakeEngine, until
 from versions import arrays, write_version
 
 from mtx2vllm.converter import root as roots

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake import FakeEngine, until
+from fake_engine import FakeEngine, until
 from prometheus_client.parser import text_string_to_metric_families
 from versions import arrays, write_version
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake import FakeEngine, until
+from fake_engine import FakeEngine, until
 from versions import BF16, arrays, write_manifest, write_version
 
 from mtx2vllm.converter.pieces import DTYPES

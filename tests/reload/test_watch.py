@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake import FakeEngine, until
+from fake_engine import FakeEngine, until
 from versions import arrays, write_version
 from watchdog.observers.api import EventQueue, ObservedWatch
 
