@@ -38,6 +38,16 @@ def test_converting_imports_neither_orbax_nor_jax_nor_vllm(tmp_path: Path) -> No
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
 
 
+def test_nothing_warns(tmp_path: Path) -> None:
+    code = "import sys; from mtx2vllm.converter.cli import main; main(sys.argv[1:])"
+    arguments = ["convert", RUN, str(tmp_path / "out"), "--hf-config", CONFIG, "--layout", "hf"]
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "warn" not in ended.stderr.lower()
+
+
 def test_every_command_of_this_file_has_help() -> None:
     for name, module in COMMANDS.items():
         if module.endswith("cli_convert"):

@@ -10,7 +10,7 @@ import ml_dtypes  # noqa: F401  (numpy learns bfloat16)
 import numpy as np
 import pytest
 from data_files import DATA, raw_tensors
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_run import read_step, write_step
 
@@ -39,6 +39,7 @@ def test_wrappers_are_stripped(key: str, path: str) -> None:
     assert normalize(tuple(key.split("."))) == path
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["params", "base", "value", "decoder", "0", "17", "kernel", "layers"]), min_size=1, max_size=8))
 def test_a_normalized_key_is_normal(key: list[str]) -> None:
     once = normalize(tuple(key))
@@ -115,6 +116,14 @@ def test_every_wrapper_in_every_storage(tmp_path: Path, wrapper: str, zarr3: boo
     step = write_step(tmp_path / "run" / "4", values, zarr3=zarr3, ocdbt=ocdbt)
     done = convert(str(step.parent), str(tmp_path / "out"), hf_config=str(DATA / "qwen3/hf"), layout="hf")
     assert done.step == 4
+    assert raw_tensors(tmp_path / "out") == raw_tensors(DATA / "qwen3/hf")
+
+
+@pytest.mark.parametrize("scan", ["scanned", "unscanned"])
+@pytest.mark.parametrize("said", [{"scan_layers": True}, {"scan_layers": False}, {}, {"scan_layers": "?"}])
+def test_scanned_or_not_is_told_by_the_tree_whatever_the_metadata_say(tmp_path: Path, scan: str, said: dict[str, Any]) -> None:
+    step = write_step(tmp_path / "0", read_step(DATA / "qwen3" / scan / "0"), custom=said)
+    convert(str(step), str(tmp_path / "out"), hf_config=str(DATA / "qwen3/hf"), layout="hf")
     assert raw_tensors(tmp_path / "out") == raw_tensors(DATA / "qwen3/hf")
 
 

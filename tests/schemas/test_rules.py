@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401  (numpy learns bfloat16)
 import numpy as np
 import pytest
 from data_files import DATA, folded, is_text, raw_tensors
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtx2vllm.converter.convert import plan
@@ -165,6 +165,7 @@ def test_names_and_shapes_are_the_originals(family: str) -> None:
     assert {t.name: t.shape for t in plan(CONFIGS[family], layout="hf").tensors} == original
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["a", "b"]), max_size=9))
 def test_patterns_of_layers(kinds: list[str]) -> None:
     fits = all(kind == "aab"[n % 3] for n, kind in enumerate(kinds))
