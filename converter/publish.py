@@ -1,12 +1,9 @@
 """Put a version into its directory so that nobody ever sees half of it: claim, shards, side files, manifest, release."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +12,15 @@ from mtx2vllm.converter import claim as claims
 from mtx2vllm.converter import root as roots
 from mtx2vllm.converter.errors import InputError, LostRace
 from mtx2vllm.converter.execute import Progress, TensorResult, run
-from mtx2vllm.converter.hf_files import CONFIG, local_path
 from mtx2vllm.converter.job import Job
-from mtx2vllm.converter.shards import DTYPES, ShardFile
+from mtx2vllm.converter.record import Previous, file_names, manifest_of, side_files
+from mtx2vllm.converter.shards import ShardFile
 from mtx2vllm.converter.source import open_leaf
 from mtx2vllm.converter.storage import SharedWriter, Stat, Ticket, basename, join, parent, store_for
 from mtx2vllm.schemas import manifest as manifests
-from mtx2vllm.schemas.manifest import FileEntry, Manifest, Source, TensorEntry, Unchanged
+from mtx2vllm.schemas.manifest import Manifest
 
-INDEX = "model.safetensors.index.json"
 REMOTE_WRITERS = 4  # uploads at a time: each waits for the network
-Previous = tuple[int, Manifest]  # a version of the same root, and its number
 
 
 class Publisher:
@@ -37,9 +32,8 @@ class Publisher:
         self.store = store_for(out)
         self._claim = claims.Claim(out)
         self._copied: dict[int, TensorResult] = {}
-        self._old: tuple[int, Manifest] | None = (
-            None  # generation of a manifest that will be replaced, and what it says
-        )
+        # Generation of a manifest that will be replaced, and what it says.
+        self._old: tuple[int, Manifest] | None = None
         self._shards: list[_Deferred] = []
 
     def __enter__(self) -> "Publisher":
@@ -60,7 +54,7 @@ class Publisher:
 
     def run(self, job: Job, progress: Callable[[int, int], None] | None) -> dict[int, TensorResult]:
         """Write the shards' bytes."""
-        self._claim.announce(_names(job))
+        self._claim.announce(file_names(job))
         total, done = sum(s.size for s in (*job.shards, *job.copy_shards)), 0
 
         def count(n: int) -> None:
@@ -121,16 +115,14 @@ class Publisher:
         Raises:
             LostRace: another writer has published meanwhile.
         """
-        side = _side_bytes(job)
+        side = side_files(job)
         self._claim.require()
         self._let_go(job)
         for shard in self._shards:
             shard.writer.commit()
         for name, data in side.items():
             self.store.replace(join(self.out, name), data)
-        made = _manifest(job, checkpoint, _entries(job, results, self._copied), side)
-        if previous is not None:
-            made = made.model_copy(update={"unchanged": _unchanged(made, *previous)})
+        made = manifest_of(job, checkpoint, (results, self._copied), side, previous)
         self._claim.require()
         try:
             self.store.create(join(self.out, manifests.NAME), made.dumps())
@@ -176,7 +168,7 @@ class Publisher:
             return
         self._refuse_served()
         generation, old = self._old
-        self._claim.announce(sorted({*_names(job), *old.files}))
+        self._claim.announce(sorted({*file_names(job), *old.files}))
         self.store.delete(join(self.out, manifests.NAME), generation)
         claims.delete(self.store, self.out, old.files)
 
@@ -236,73 +228,3 @@ def _who(out: str) -> str:
     except (ValueError, FileNotFoundError, EOFError):
         return "its manifest cannot be read"
     return f"{found.layout} of {found.source.uri}, written {found.created}"
-
-
-def _names(job: Job) -> tuple[str, ...]:
-    return (*(s.name for s in (*job.shards, *job.copy_shards)), *_side_bytes(job, names_only=True))
-
-
-def _side_bytes(job: Job, names_only: bool = False) -> dict[str, bytes]:
-    """Everything beside the shards, by name in the version directory."""
-    folder = job.shards[0].name.rpartition("/")[0]
-    side: dict[str, bytes] = {}
-    for name, where in job.side.items():
-        side[name] = b"" if names_only else store_for(where).read(where)
-    if job.config is not None:
-        side[CONFIG] = json.dumps(job.config, indent=2, sort_keys=True).encode() + b"\n"
-    side[join(folder, INDEX) if folder else INDEX] = _index(job)
-    return side
-
-
-def _index(job: Job) -> bytes:
-    weights = {
-        tensors[number].name: shard.name.rpartition("/")[2]
-        for shards, tensors in ((job.shards, job.plan.tensors), (job.copy_shards, job.copies.tensors))
-        for shard in shards
-        for number in shard.offsets
-    }
-    content = {"metadata": {"total_size": job.nbytes}, "weight_map": dict(sorted(weights.items()))}
-    return json.dumps(content, indent=2).encode() + b"\n"
-
-
-def _entries(
-    job: Job, results: Mapping[int, TensorResult], copied: Mapping[int, TensorResult]
-) -> dict[str, TensorEntry]:
-    written = ((job.shards, job.plan.tensors, results), (job.copy_shards, job.copies.tensors, copied))
-    return {
-        tensors[number].name: TensorEntry(
-            file=shard.name,
-            offset=offset,
-            dtype=DTYPES[tensors[number].dtype],
-            shape=tensors[number].shape,
-            blake3=digests[number].digest,
-        )
-        for shards, tensors, digests in written
-        for shard in shards
-        for number, offset in shard.offsets.items()
-    }
-
-
-def _unchanged(made: Manifest, version: int, before: Manifest) -> Unchanged:
-    old = {name: entry.blake3 for name, entry in before.tensors.items()}
-    return Unchanged(version=version, tensors=sum(old.get(n) == t.blake3 for n, t in made.tensors.items()))
-
-
-def _manifest(job: Job, checkpoint: str, tensors: dict[str, TensorEntry], side: Mapping[str, bytes]) -> Manifest:
-    files = {
-        s.name: FileEntry(size=s.size, digest=manifests.digest(s.header), shard=True)
-        for s in (*job.shards, *job.copy_shards)
-    }
-    files |= {name: FileEntry(size=len(data), digest=manifests.digest(data)) for name, data in side.items()}
-    return Manifest(
-        layout=job.plan.layout,
-        family=job.plan.family,
-        architecture=job.plan.architecture,
-        source=Source(uri=local_path(checkpoint), step=job.checkpoint.step),
-        conventions=dict(job.plan.conventions),
-        dtype=job.options.dtype,
-        tool=f"mtx2vllm {package_version('mtx2vllm')}",
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        files=files,
-        tensors=tensors,
-    )
