@@ -15,7 +15,7 @@ from typing import Any
 
 from google.api_core import exceptions as api
 
-from mtx2vllm.converter import crc32c, gs_http
+from mtx2vllm.converter import crc32c, gs_http, gs_read
 from mtx2vllm.converter.errors import LostRace, StorageError
 from mtx2vllm.converter.gs_http import TIMEOUT, Connection, faults
 from mtx2vllm.converter.gs_upload import GsRangeWriter, Uploads
@@ -122,46 +122,12 @@ class GsStore:
             out = bytearray(length)
             self.read_into(path, start, memoryview(out))
             return bytes(out)
-        return self._reading(path, lambda: self._whole(path, start))
-
-    def _whole(self, path: str, start: int) -> bytes:
-        try:
-            answer = self._connection.media(*split_gs(path), f"bytes={start}-" if start else None)
-        except api.RequestRangeNotSatisfiable:
-            return b""
-        out = bytearray(int(answer.headers.get("content-length", 0)))
-        done = gs_http.body_into(answer, memoryview(out))
-        if done < len(out):
-            raise Transient(f"the body broke off after {done} of {len(out)} bytes")
-        data, announced = bytes(out), None if start else gs_http.announced_checksum(answer)
-        if announced is not None and announced != gs_http.checksum(data):
-            raise Transient("the bytes do not match the object's crc32c")
-        return data
+        return self._reading(path, lambda: gs_read.whole(self._connection, path, start))
 
     def read_into(self, path: str, start: int, out: memoryview) -> None:
         """See `Store.read_into`. A transfer that breaks goes on where it broke, unless the object was replaced."""
-        view, done, generation = out.cast("B"), 0, ""
-
-        def attempt() -> None:
-            nonlocal done, generation
-            first, last = start + done, start + len(view) - 1
-            try:
-                answer = self._connection.media(*split_gs(path), f"bytes={first}-{last}")
-            except api.RequestRangeNotSatisfiable:
-                raise EOFError(f"{path} ends before byte {first}") from None
-            now = answer.headers.get("x-goog-generation", "")
-            if done and now != generation:
-                answer.close()
-                done = 0
-                raise Transient("the object was replaced while it was read")
-            generation = now
-            _require_range(path, answer.headers.get("content-range", ""), first, last)
-            done += gs_http.body_into(answer, view[done:])
-            if done < len(view):
-                raise Transient(f"the body broke off after {done} of {len(view)} bytes")
-
-        if len(view):
-            self._reading(path, attempt)
+        if len(out):
+            self._reading(path, gs_read.Transfer(self._connection, path, start, out.cast("B")).go_on)
         elif self.stat(path) is None:
             raise FileNotFoundError(path)
 
@@ -319,12 +285,3 @@ def lost(path: str) -> LostRace:
 def _prefix(path: str) -> tuple[str, str]:
     bucket, key = split_gs(path)
     return bucket, f"{key}/" if key else ""
-
-
-def _require_range(path: str, content_range: str, first: int, last: int) -> None:
-    """`bytes 2-4/10` must be the range that was asked for; a store cuts it silently at the object's end."""
-    span, _, total = content_range.removeprefix("bytes ").partition("/")
-    if total.isdecimal() and int(total) <= last:
-        raise EOFError(f"{path} has {total} bytes, {last + 1} were expected")
-    if span != f"{first}-{last}":
-        raise Transient(f"another range was answered than asked for: {content_range!r}, not {first}-{last}")

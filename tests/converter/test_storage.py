@@ -229,6 +229,21 @@ def test_ranges_written_by_threads_in_any_order(tmp_path: Path, monkeypatch: pyt
     assert STORE.read(path) == whole
 
 
+@pytest.mark.parametrize("missing", [("fallocate",), ("sync_file_range",), ("fallocate", "sync_file_range")])
+def test_systems_without_early_write_back_or_allocation_write_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
+) -> None:
+    real = posix._libc
+    monkeypatch.setattr(posix, "_libc", lambda name: None if name in missing else real(name))
+    monkeypatch.setattr(rangefile, "WINDOW", 1000)
+    whole, path = os.urandom(10_001), str(tmp_path / "f")
+    writer = STORE.writer(path, len(whole))
+    for start in range(0, len(whole), 700):
+        writer.write(start, memoryview(whole)[start : start + 700])
+    writer.commit()
+    assert STORE.read(path) == whole
+
+
 def test_a_mapped_file_keeps_its_bytes_when_it_is_written_anew(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"old")
