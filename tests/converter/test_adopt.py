@@ -22,7 +22,7 @@ from mtx2vllm.converter.convert import convert
 from mtx2vllm.converter.errors import InputError, LostRace
 from mtx2vllm.converter.verify import verify_version
 
-FAMILIES = sorted(path.parent.name for path in DATA.glob("*/hf"))
+FAMILIES = sorted(path.parent.parent.name for path in DATA.glob("*/hf/model.safetensors"))
 QWEN3 = DATA / "qwen3" / "hf"
 
 
