@@ -13,6 +13,7 @@ from versions import arrays, write_version
 
 from mtx2vllm.converter import versions as fleet
 from mtx2vllm.converter.storage import join, store_for
+from mtx2vllm.converter.verify import verify_version
 
 pytestmark = [pytest.mark.gcs, pytest.mark.own_process]  # a process of its own: it must have this test's environment
 A, B = arrays(1), arrays(2)
@@ -86,6 +87,19 @@ def test_wrong_bytes_are_refused(tmp_path: Path, bucket: str, make_agent) -> Non
     agent = make_agent(engine, root=f"{bucket}/r", cache_dir=str(tmp_path / "cache")).start()
     until(lambda: agent.status().failures == 1)
     assert "another digest" in str(agent.status().error) and engine.hash() == before
+
+
+def test_verify_on_a_bucket(tmp_path: Path, bucket: str) -> None:  # noqa: F811
+    publish(tmp_path, f"{bucket}/r", 3, A)
+    publish(tmp_path, f"{bucket}/r", 4, {**A, "model.norm.weight": B["model.norm.weight"]})
+    assert verify_version(f"{bucket}/r/3", str(tmp_path / "made" / "3")).ok
+    differing = verify_version(f"{bucket}/r/4", f"{bucket}/r/3").differing
+    assert [found.name for found in differing] == ["model.norm.weight"]
+    store = store_for(bucket)
+    path = f"{bucket}/r/4/canonical/model-00002-of-00002.safetensors"
+    store.replace(path, store.read(path)[:-1])
+    result = verify_version(f"{bucket}/r/4")
+    assert not result.ok and len(result.problems) == 1 and "truncated" in result.problems[0]
 
 
 def test_a_bucket_that_does_not_exist(server: str, bucket: str, make_agent) -> None:  # noqa: F811
