@@ -135,7 +135,7 @@ class FileStore:
 
     def kvstore(self, path: str) -> dict[str, Any]:
         """See `Store.kvstore`."""
-        return {"driver": "file", "path": f"{Path(path).absolute()}/"}
+        return {"driver": "file", "path": f"{Path(path).resolve()}/"}  # TensorStore refuses `..`
 
     def local(self, path: str) -> str | None:
         """See `Store.local`."""

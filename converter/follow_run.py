@@ -1,4 +1,16 @@
-"""A follower as a process: the lease, the loop, and what it tells the world over HTTP."""
+"""A follower as a process: the lease, the loop, and what it tells the world over HTTP.
+
+| metric (`mtx2vllm_follower_...`) | meaning |
+|---|---|
+| steps_total{outcome=published, skipped} | converted; left out because a newer one was there |
+| ...{outcome=dropped, abandoned} | deleted while it was read; given up (asked to stop, lease lost) |
+| ...{outcome=refused, failed} | by the step's own fault; by bad luck, and tried again |
+| newest_step, published_step, writing_step | newest in the run, newest version in the root, the one written now |
+| conversion_seconds, version_bytes, unchanged_tensors | of the last version |
+| holds_lease | 1 for the root's writer, 0 on standby |
+| last_beat_seconds | Unix time of the loop's last move |
+| peak_rss_bytes | largest resident size so far |
+"""
 
 import contextlib
 import logging

@@ -1,6 +1,7 @@
 """batch: validated as a whole, resumable, and honest about what is done."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,19 @@ def test_a_version_given_as_a_step_directory_is_the_same(tmp_path: Path) -> None
 def test_all_steps_of_a_run(tmp_path: Path) -> None:
     assert [o.step for o in run_batch(job(tmp_path, steps="all", out="s{step}"))] == [0, 2, 3]
     assert (tmp_path / "s2/mtx2vllm.json").exists()
+
+
+def test_paths_count_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, elsewhere = tmp_path / "release", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copytree(RUN, home / "runs/a")
+    shutil.copytree(QWEN3, home / "configs/qwen3")
+    write(home, "jobs: [{checkpoint: runs/a, hf_config: configs/qwen3, out: out/a}]")
+    monkeypatch.chdir(elsewhere)
+    assert run_batch("../release/jobs.yaml")[0].result == "converted"
+    monkeypatch.chdir(home)
+    assert run_batch("jobs.yaml")[0].result == "done before"
+    assert verify_version(str(home / "out/a")).ok
 
 
 def test_a_disk_that_is_too_small_is_found_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
