@@ -6,9 +6,9 @@ reads are, and ranges of a version are checked against its manifest by whoever a
 """
 
 import contextlib
-import functools
 import io
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -34,19 +34,17 @@ class GsStore:
     def __init__(self, emulator: str | None = None, policy: Policy | None = None) -> None:
         self._emulator, self._policy = emulator, policy or Policy()
         self._seen: set[str] = set()  # buckets known to exist
+        self._lock = threading.Lock()
+        self._made: Connection | None = None
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mtx2vllm-gs")
+        self._uploads = Uploads(self._pool)
 
-    @functools.cached_property
+    @property
     def _connection(self) -> Connection:
-        with faults(GS):
-            return Connection(self._emulator)
-
-    @functools.cached_property
-    def _uploads(self) -> Uploads:
-        return Uploads(self._pool)
-
-    @functools.cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_THREADS, thread_name_prefix="mtx2vllm-gs")
+        with self._lock, faults(GS):
+            if self._made is None:
+                self._made = Connection(self._emulator)
+            return self._made
 
     def _try[T](self, path: str, call: Callable[[], T]) -> T:
         def guarded() -> T:

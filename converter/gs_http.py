@@ -75,7 +75,7 @@ def body_into(answer: urllib3.BaseHTTPResponse, out: memoryview) -> int:
     except (urllib3.exceptions.HTTPError, OSError):
         pass
     # A body that is not read to its end leaves the connection useless for the next request.
-    if done < len(out) or answer.status == 200:
+    if done != int(answer.headers.get("content-length", -1)):
         answer.close()
     answer.release_conn()
     return done
@@ -100,6 +100,8 @@ class faults:  # noqa: N801 - reads as a statement
                 f"{self._path}: the credentials were not accepted ({error}); renew them with "
                 "`gcloud auth application-default login`."
             ) from error
+        if isinstance(error, requests.exceptions.InvalidURL | urllib3.exceptions.LocationValueError):
+            raise StorageError(f"{self._path}: {error}; is {EMULATOR} a URL?") from error
         if isinstance(
             error,
             requests.RequestException

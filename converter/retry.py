@@ -1,5 +1,6 @@
 """Trying again: exponential back-off with jitter, until a deadline."""
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -7,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtx2vllm.converter.errors import StoreUnavailable
+
+_SAY = 2.0  # seconds; who waits longer wants to know for what
+_log = logging.getLogger("mtx2vllm")
 
 
 class Transient(Exception):
@@ -45,6 +49,8 @@ def retrying[T](call: Callable[[], T], what: str, policy: Policy) -> T:
                     f"{what}: the store gave no good answer in {attempts} attempts over {spent:.0f} s "
                     f"(last: {fault}); check the network and the store's status, then run again."
                 ) from fault
+            if pause > _SAY:
+                _log.warning("%s: trying again in %.0f s (%s)", what, pause, fault)
             policy.sleep(pause)
             delay = min(delay * 2, policy.longest)
 

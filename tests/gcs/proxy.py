@@ -53,6 +53,7 @@ class Proxy:
     faults: "Counter[tuple[str, str]]" = field(default_factory=Counter)
     requests: "Counter[str]" = field(default_factory=Counter)
     read: "Counter[str]" = field(default_factory=Counter)  # bytes of objects sent to clients, by path
+    connections: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def decide(self, request: Request) -> str | None:
@@ -79,13 +80,14 @@ class Proxy:
         self.choose = choose
 
     def at_random(self, rate: float, seed: int, kinds: tuple[str, ...] = TRANSIENT) -> None:
-        """Break a share of all requests, each kind as often as the others. `wrong` strikes what a checksum guards:
+        """Break a share of all requests of each method, so that none gets away; the kind is drawn. `wrong` strikes what a checksum guards:
         objects, not listings, and not the values of a checkpoint (MaxText writes zstd frames without a checksum, and
         TensorStore reads ranges, of which the store knows none)."""
-        chance = random.Random(seed)
+        chance, period, seen = random.Random(seed), round(1 / rate), Counter[str]()
 
         def choose(request: Request) -> str | None:
-            if chance.random() >= rate:
+            seen[request.method] += 1
+            if seen[request.method] % period != min(3, period - 1):
                 return None
             kind = chance.choice(kinds)
             guarded = request.content and "tensorstore" not in request.agent
@@ -135,6 +137,8 @@ class _Relay(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self.proxy.lock:
+            self.proxy.connections += 1
         self._upstream = http.client.HTTPConnection(urlsplit(self.target).netloc)
 
     def finish(self) -> None:

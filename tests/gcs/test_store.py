@@ -83,6 +83,16 @@ def test_one_listing_a_poll_however_many_objects_lie_inside(faulty: GsStore, bro
     assert sum(broken.requests.values()) - before == 1
 
 
+def test_reads_share_their_connections(faulty: GsStore, broken: object, bucket: str) -> None:
+    path = join(bucket, "f")
+    faulty.create(path, bytes(1000))
+    before = broken.connections
+    for start in range(20):
+        faulty.read(path)
+        faulty.read(path, start, 100)
+    assert broken.connections - before <= 1
+
+
 def test_create_and_replace_by_generation(store: GsStore, bucket: str) -> None:
     path = join(bucket, "100", "mtx2vllm.json")
     first = store.create(path, b"{}")
