@@ -80,9 +80,9 @@ class Proxy:
         self.choose = choose
 
     def at_random(self, rate: float, seed: int, kinds: tuple[str, ...] = TRANSIENT) -> None:
-        """Break a share of all requests of each method, so that none gets away; the kind is drawn. `wrong` strikes what a checksum guards:
-        objects, not listings, and not the values of a checkpoint (MaxText writes zstd frames without a checksum, and
-        TensorStore reads ranges, of which the store knows none)."""
+        """Break a share of the requests of each method, so that none gets away; the kind is drawn. `wrong` strikes
+        what a checksum guards: objects, not listings, and not the values of a checkpoint (MaxText writes zstd frames
+        without a checksum, and TensorStore reads ranges, of which the store knows none)."""
         chance, period, seen = random.Random(seed), round(1 / rate), Counter[str]()
 
         def choose(request: Request) -> str | None:
