@@ -102,7 +102,11 @@ class Work:
         source = self._recipes[item.folded].pieces[0].source
         nbytes = self._nbytes(item)
 
+        resumed = False
+
         def stream(start: int, put: Put) -> None:
+            nonlocal resumed
+            resumed = start > 0
             entry = self._manifest.tensors[source]
             for offset in range(start, nbytes, CHUNK):
                 part = _buffer()[: min(CHUNK, nbytes - offset)]
@@ -114,11 +118,16 @@ class Work:
             self._assemble(item, lambda _offset, part: put(part))
 
         path, found = cache.get(item.key, nbytes, stream if stored else build, resumable=stored)
-        if stored and found != self._manifest.tensors[source].blake3:
+        if stored and resumed and found != item.key:  # the part that was found may be to blame
+            cache.drop(path)
+            path, found = cache.get(item.key, nbytes, stream, resumable=True)
+        if stored and found != item.key:
             cache.drop(path)
             raise Unsound(_wrong(self._job.location, self._manifest, [source]))
-        if self._job.screen:
-            self._screen(np.memmap(path, DTYPES[item.dtype], "r") if nbytes else np.empty(0), item)
+        if self._job.screen and nbytes:
+            values = np.memmap(path, DTYPES[item.dtype], "r")
+            for start in range(0, len(values), CHUNK):
+                self._screen(values[start : start + CHUNK], item)
         self.cached[item.key] = path
 
     def _assemble(self, item: Item, put: Callable[[int, memoryview], None]) -> None:

@@ -188,6 +188,28 @@ def test_the_cache(tmp_path: Path, caching: Stager) -> None:
     assert {name.partition("-")[0] for name in os.listdir(cache) if "-" in name} <= good  # noqa: PTH208
 
 
+def test_a_damaged_part_in_the_cache_is_no_fault_of_the_version(tmp_path: Path, caching: Stager) -> None:
+    version = open_version(str(write_version(tmp_path / "1", A)), 1)
+    (tmp_path / "cache").mkdir()
+    for target in fit(version.manifest, specs_of(A)).targets.values():
+        (tmp_path / "cache" / f"{target.key}.part").write_bytes(b"wrong")
+    assert equal(staged(caching, tmp_path / "1", A).weights, A)
+    assert len(list((tmp_path / "cache").iterdir())) == len(A)
+
+
+def test_the_screen_looks_into_memory_and_cache_too(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(staging, "mappable", lambda location: False)
+    sick = {**A, "model.norm.weight": np.full((8, 6), np.inf, BF16)}
+    directory = write_version(tmp_path / "1", sick)
+    for cache in (None, str(tmp_path / "cache")):
+        own = Stager(Options(cache, 1 << 20, screen=True))
+        try:
+            with pytest.raises(StageFailed, match="holds NaN or infinity"):
+                staged(own, directory, sick)
+        finally:
+            own.close()
+
+
 def test_a_version_larger_than_the_cache(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(staging, "mappable", lambda location: False)
     small = Stager(Options(str(tmp_path / "cache"), 100))
