@@ -15,7 +15,11 @@ from typing import Any
 
 def load(hf: Path) -> Any:
     """vLLM's model of the directory, with its weights as its own loader leaves them."""
+    import jax
+    import numpy as np
     import torch
+    from tpu_inference.layers.common.sharding import MESH_AXIS_NAMES
+    from tpu_inference.layers.vllm.quantization import get_tpu_quantization_config
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -25,6 +29,10 @@ def load(hf: Path) -> Any:
 
     arguments = EngineArgs(model=str(hf), skip_tokenizer_init=True, language_model_only=True, max_model_len=256)
     config = arguments.create_engine_config()
+    # tpu-inference's layers ask the quantization config for the mesh, even where nothing is quantized.
+    devices = np.array(jax.devices()[:1]).reshape((1,) * len(MESH_AXIS_NAMES))
+    config.quant_config = get_tpu_quantization_config(config, jax.sharding.Mesh(devices, MESH_AXIS_NAMES))
+    config.device_config.device = "cpu"
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
         initialize_model_parallel(1, 1)
