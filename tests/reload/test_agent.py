@@ -407,10 +407,16 @@ def test_a_broken_engine_does_not_serve_until_a_whole_version_is_in(root: Path, 
     until(lambda: agent.status().state == "broken")
     assert not engine.ready and not agent.status().ready and not agent.is_live() and agent.status().loaded is None
     engine.fail_at, engine.fail_undo = None, False
-    now[0] += 1000
-    until(lambda: agent.status().ready)
-    assert engine.ready and engine.holds(B) and agent.status().state == "serving" and agent.is_live()
-    assert len(engine.changes[-1].weights) == len(A)
+
+    def time_passes() -> bool:
+        now[0] += 10
+        return True
+
+    until(lambda: time_passes() and agent.status().ready)  # with the first version that is not in quarantine
+    assert engine.ready and agent.status().state == "serving" and agent.is_live()
+    assert len(engine.changes[1].weights) == len(A)
+    until(lambda: time_passes() and agent.status().loaded == 2)
+    assert engine.holds(B)
 
 
 @pytest.mark.own_process
