@@ -9,7 +9,6 @@ not the step's fault is tried again with a growing pause, and a step that the tr
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from mtx2vllm.schemas.manifest import Manifest
 log = logging.getLogger(__name__)
 
 OUTCOMES = ("published", "skipped", "dropped", "refused", "failed", "abandoned")
+_TICK_S = 0.1  # how soon a request to stop is noticed
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 300.0  # between two tries of what is not the step's fault
 _LONGEST_LOOK_S = 30.0  # between two looks whether a refused step has changed
@@ -80,6 +80,27 @@ class Trouble:
     mark: Mark | None = None
 
 
+class Stop:
+    """A request to stop. It takes no lock, so that a signal may make it whatever the thread is in the middle of."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def set(self) -> None:
+        """Make the request."""
+        self._asked = True
+
+    def is_set(self) -> bool:
+        """Whether it was made."""
+        return self._asked
+
+    def wait(self, seconds: float) -> None:
+        """Until it is made, or so long."""
+        until = time.monotonic() + seconds
+        while not self._asked and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _TICK_S))
+
+
 class Abandoned(Exception):
     """The conversion under way is given up."""
 
@@ -87,9 +108,7 @@ class Abandoned(Exception):
 class Follower:
     """The loop's memory. `turn` is one look and at most one conversion."""
 
-    def __init__(
-        self, chosen: Following, lease: RootLease, stop: threading.Event, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, chosen: Following, lease: RootLease, stop: Stop, clock: Callable[[], float] = time.time) -> None:
         self.chosen, self.lease, self.stop, self.clock = chosen, lease, stop, clock
         self.status = Status(beat=clock())
         self.deadline = float("inf")
@@ -220,8 +239,10 @@ class Follower:
 
     def _progress(self, done: int, total: int) -> None:
         self.status.beat = self.clock()
-        if self.stop.is_set() and self.clock() >= self.deadline and done < total:
-            raise Abandoned("asked to stop")
+        if self.stop.is_set() and done < total:
+            if self.clock() >= self.deadline:
+                raise Abandoned("asked to stop")
+            self._once(f"asked to stop: {self.status.writing} is finished first, if it takes no longer than allowed")
         if not self.lease.held():
             raise Abandoned(f"the lease of {self.chosen.root} is lost to another follower, or could not be renewed")
 

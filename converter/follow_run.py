@@ -15,7 +15,6 @@
 import contextlib
 import logging
 import signal
-import threading
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -24,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from mtx2vllm.converter.convert import peak_rss
 from mtx2vllm.converter.endpoint import Endpoint, Page, health
 from mtx2vllm.converter.errors import LostRace, UsageError
-from mtx2vllm.converter.follow import Follower, Following, Status
+from mtx2vllm.converter.follow import Follower, Following, Status, Stop
 from mtx2vllm.converter.follow_lease import RootLease
 from mtx2vllm.converter.follow_steps import find_steps
 from mtx2vllm.converter.hf_files import find_config
@@ -37,13 +36,12 @@ _SILENT_S = 300.0  # a follower that has not moved for so long is not well
 def main(chosen: Following, host: str, port: int | None) -> None:
     """Follow until SIGTERM or SIGINT. The first one lets the conversion under way finish within its grace, a second one
     gives it up at once."""
-    stop = threading.Event()
+    stop = Stop()
     follower = Follower(chosen, RootLease(chosen.root), stop)
 
-    def on_signal(number: int, _frame: object) -> None:
+    def on_signal(*_: object) -> None:
         follower.deadline = follower.clock() + (0.0 if stop.is_set() else chosen.grace)
         stop.set()
-        log.info("%s: stopping", signal.Signals(number).name, extra={"event": "stopping"})
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -54,7 +52,7 @@ def main(chosen: Following, host: str, port: int | None) -> None:
         follow(chosen, stop, follower)
 
 
-def follow(chosen: Following, stop: threading.Event, follower: Follower) -> None:
+def follow(chosen: Following, stop: Stop, follower: Follower) -> None:
     """Follow until `stop` is set.
 
     Raises:
@@ -74,7 +72,7 @@ def follow(chosen: Following, stop: threading.Event, follower: Follower) -> None
     log.info("stopped", extra={"event": "stopped"})
 
 
-def _standby(chosen: Following, stop: threading.Event, follower: Follower) -> bool:
+def _standby(chosen: Following, stop: Stop, follower: Follower) -> bool:
     """Wait for the lease. True when it is ours."""
     said = False
     follower.status.state = "standby"
@@ -92,7 +90,7 @@ def _standby(chosen: Following, stop: threading.Event, follower: Follower) -> bo
     return False
 
 
-def _work(chosen: Following, stop: threading.Event, follower: Follower) -> None:
+def _work(chosen: Following, stop: Stop, follower: Follower) -> None:
     follower.status.state = "following"
     log.info("following %s into %s", chosen.run, chosen.root, extra={"event": "following"})
     follower.resume()

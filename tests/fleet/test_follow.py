@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from mtx2vllm.converter import follow as following
 from mtx2vllm.converter import follow_run
 from mtx2vllm.converter.convert import Options
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, UsageError
-from mtx2vllm.converter.follow import Follower, Following
+from mtx2vllm.converter.follow import Follower, Following, Stop
 from mtx2vllm.converter.follow_lease import RootLease
 from mtx2vllm.converter.verify import load_manifest, verify_version
 
@@ -35,7 +34,7 @@ class Fleet:
 
     def __init__(self, home: Path) -> None:
         self.run, self.root, self.clock = Run(home / "run"), home / "root", Clock()
-        self.stop = threading.Event()
+        self.stop = Stop()
 
     def follower(self, every: int | None = None, **options: object) -> Follower:
         chosen = Following(
@@ -268,7 +267,7 @@ def test_asked_to_stop_within_its_grace_it_finishes_and_after_it_abandons(
     assert (abandoning.status.counts["abandoned"], fleet.versions()) == (1, [])
     assert not (fleet.root / "1").exists()
     abandoning.lease.give_back()
-    fleet.stop.clear()
+    fleet.stop._asked = False
     finishing = fleet.follower()
     finishing.deadline = fleet.clock.time + 20
     finishing.turn()

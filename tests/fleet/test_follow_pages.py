@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 from mtx2vllm.converter import follow_log
 from mtx2vllm.converter.endpoint import Endpoint
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.follow import Follower, Following
+from mtx2vllm.converter.follow import Follower, Following, Stop
 from mtx2vllm.converter.follow_lease import RootLease
 from mtx2vllm.converter.follow_run import pages
 
@@ -40,7 +39,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 def test_metrics_and_health(tmp_path: Path) -> None:
     now = [1000.0]
     chosen = Following(str(tmp_path / "run"), str(tmp_path / "root"))
-    follower = Follower(chosen, RootLease(chosen.root), threading.Event(), lambda: now[0])
+    follower = Follower(chosen, RootLease(chosen.root), Stop(), lambda: now[0])
     follower.status.counts["published"] = 7
     follower.status.published = 70
     with Endpoint("127.0.0.1", 0, pages(follower)) as endpoint:

@@ -1,7 +1,6 @@
 """The fleet's commands on a bucket: what a follower waits for, and one writer, by the store's own preconditions."""
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mtx2vllm.converter import follow as following
 from mtx2vllm.converter.cli import main
 from mtx2vllm.converter.convert import Options
 from mtx2vllm.converter.fetch import fetch_version
-from mtx2vllm.converter.follow import Follower, Following
+from mtx2vllm.converter.follow import Follower, Following, Stop
 from mtx2vllm.converter.follow_lease import RootLease
 from mtx2vllm.converter.gs import GsStore
 from mtx2vllm.converter.storage import join
@@ -42,7 +41,7 @@ class Bucket:
 
     def follower(self, every: int | None = None, **options: object) -> Follower:
         chosen = Following(self.run, self.root, Options(hf_config=CONFIG, **options), every)  # type: ignore[arg-type]
-        found = Follower(chosen, RootLease(self.root), threading.Event())
+        found = Follower(chosen, RootLease(self.root), Stop())
         assert found.lease.take() is None
         found.resume()
         return found
