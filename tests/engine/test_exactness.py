@@ -24,8 +24,12 @@ EXPERTS = ["mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe", "gpt-oss-hd64"]
 WIDEST = dict.fromkeys(FAMILIES, 4) | {"qwen3-next": 2, "qwen3.5-moe": 2}
 MATRIX = [(f, tp, False) for f in FAMILIES for tp in (1, WIDEST[f])] + [(f, WIDEST[f], True) for f in EXPERTS]
 
+# tpu-inference divides by the largest float where the KV cache is not quantized, and the quotient is flushed to zero: a
+# cold start has the same zeros. The state's comparison covers W_UK_T and W_UV; the log-probabilities do NOT depend on them.
+ZERO_SCALES = {"deepseek3": {"W_UK_T_scale", "W_UV_scale"}}
 
-def check_exact(found: dict[str, Any]) -> None:
+
+def check_exact(family: str, found: dict[str, Any]) -> None:
     exact = found["exact"]
     assert exact["specs"] == exact["canonical"]
     assert exact["differing"] == []
@@ -34,16 +38,18 @@ def check_exact(found: dict[str, Any]) -> None:
     assert exact["logprobs_equal"]
     # Random weights were there before: what the swap left alone belongs to the engine, and the answers say something.
     kept = {name.rpartition(".")[2] for name in exact["unchanged_by_swap"]}
-    assert kept <= {"_k_scale", "_v_scale", "_q_scale", "_prob_scale", "cos_sin_cache", "normalizer"}
+    assert kept <= {"_k_scale", "_v_scale", "_q_scale", "_prob_scale", "cos_sin_cache", "normalizer"} | ZERO_SCALES.get(
+        family, set()
+    )
     assert exact["distinct_tokens"] > 3
 
 
 @pytest.mark.parametrize(("family", "tp", "expert_parallel"), EVERY_RUN)
 def test_a_reload_is_what_a_cold_start_is(family: str, tp: int, expert_parallel: bool) -> None:
-    check_exact(report(family, tp, expert_parallel, "exact"))
+    check_exact(family, report(family, tp, expert_parallel, "exact"))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "tp", "expert_parallel"), MATRIX)
 def test_a_reload_is_what_a_cold_start_is_in_every_family(family: str, tp: int, expert_parallel: bool) -> None:
-    check_exact(report(family, tp, expert_parallel, "exact"))
+    check_exact(family, report(family, tp, expert_parallel, "exact"))
