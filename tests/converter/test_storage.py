@@ -1,11 +1,11 @@
 """The pure functions of locations, and the local store."""
 
 import errno
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -100,28 +100,35 @@ def test_create_without_hard_links_still_has_one_winner(
     assert [entry.name for entry in STORE.listdir(str(tmp_path))] == ["m"]
 
 
-def _race(
-    path: str, own: bytes, start: "multiprocessing.synchronize.Barrier", won: "multiprocessing.Queue[bytes]"
-) -> None:
-    start.wait()
+RACE = """
+import sys, time
+from pathlib import Path
+from mtx2vllm.converter.errors import LostRace
+from mtx2vllm.converter.files import FileStore
+root, own = Path(sys.argv[1]), sys.argv[2].encode() * 100
+(root / ("ready" + sys.argv[2])).touch()
+while not (root / "go").exists():
+    pass
+for turn in range(20):
     try:
-        STORE.create(path, own)
+        FileStore().create(str(root / "turns" / str(turn)), own)
+        print(turn)
     except LostRace:
-        return
-    won.put(own)
+        pass
+"""
 
 
 def test_of_racing_processes_exactly_one_creates(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("fork")
-    for turn in range(5):
-        path, won, start = str(tmp_path / str(turn)), spawn.Queue(), spawn.Barrier(4)
-        racers = [spawn.Process(target=_race, args=(path, b"%d" % n * 100, start, won)) for n in range(4)]
-        for racer in racers:
-            racer.start()
-        for racer in racers:
-            racer.join()
-        assert STORE.read(path) == won.get(timeout=10)
-        assert won.empty()
+    racers = {
+        str(n): subprocess.Popen([sys.executable, "-c", RACE, tmp_path, str(n)], stdout=subprocess.PIPE, text=True)
+        for n in range(3)
+    }
+    while len(list(tmp_path.glob("ready*"))) < len(racers):
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    won = {(turn, name) for name, racer in racers.items() for turn in racer.communicate(timeout=60)[0].split()}
+    assert sorted(int(turn) for turn, _ in won) == list(range(20))
+    assert all(STORE.read(str(tmp_path / "turns" / turn)) == name.encode() * 100 for turn, name in won)
 
 
 def test_replace_and_delete_by_generation(tmp_path: Path) -> None:
