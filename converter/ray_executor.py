@@ -7,7 +7,8 @@ nobody will compose.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ AHEAD = 2  # tasks a machine that wait in Ray's queue, so that none is idle whil
 BLOCK = 8 << 20  # bytes a read while a digest is taken afterwards
 
 Extents = Sequence[tuple[str, int, int]]
+Task = tuple[Callable[..., Any], Any]  # function(work, item)
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,9 @@ def run(
         )
         machines, cores = _machines(ray)
         cluster = _Cluster(ray, ray.put(work), cores, machines * AHEAD)
-        found = units(plan, machines)
-        results, counts = _convert(cluster, found, files, progress)
+        results = _Run(cluster, work, files, progress).over(units(plan, machines), machines)
         for shard, file in zip(shards, files, strict=True):
             file.write(0, memoryview(shard.header))
-        results |= _digest(cluster, work, hashing(plan, found, machines), files, counts)
         for file in files:
             file.commit()
         return results
@@ -116,18 +116,18 @@ class _Cluster:
     cores: int  # a task takes, which is a machine's worth
     limit: int  # tasks at a time
 
-    def each(self, function: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
-        """The results of function(work, item), as they come. Ray runs a task again whose worker died."""
-        task = self.ray.remote(function).options(
-            num_cpus=self.cores, max_retries=RETRIES, scheduling_strategy="SPREAD", name=function.__name__
-        )
-        waiting, pending = iter(items), list[Any]()
+    def each(self, tasks: deque[Task]) -> Iterator[Any]:
+        """The results of function(work, item), as they come, until `tasks` is empty; it may grow meanwhile. Ray runs a
+        task again whose worker died."""
+        pending: list[Any] = []
         try:
-            for item in waiting:
-                pending.append(task.remote(self.work, item))
-                if len(pending) >= self.limit:
-                    yield self._next(pending)
-            while pending:
+            while tasks or pending:
+                while tasks and len(pending) < self.limit:
+                    function, item = tasks.popleft()
+                    task = self.ray.remote(function).options(
+                        num_cpus=self.cores, max_retries=RETRIES, scheduling_strategy="SPREAD", name=function.__name__
+                    )
+                    pending.append(task.remote(self.work, item))
                 yield self._next(pending)
         finally:
             for reference in pending:
@@ -164,7 +164,13 @@ def _connect(address: str | None) -> tuple[Any, bool]:
             raise InputError(
                 f"no Ray cluster answers at {address} ({error}); is it up, and this its address?"
             ) from None
-        ray.init(include_dashboard=False, **quiet)
+        try:
+            ray.init(include_dashboard=False, **quiet)
+        except Exception as failure:
+            raise Mtx2vllmError(
+                f"Ray did not start on this machine ({str(failure)[:200]}); it gives its processes 30 s, which a busy machine "
+                "may not manage: start it with `ray start --head`, and try again"
+            ) from failure
     return ray, True
 
 
@@ -183,41 +189,45 @@ def _machines(ray: Any) -> tuple[int, int]:
     return len(able), min(able)
 
 
-def _convert(
-    cluster: _Cluster, found: Sequence[Unit], files: Sequence[SharedWriter], progress: Progress
-) -> tuple[dict[int, TensorResult], dict[int, tuple[int, int]]]:
-    results: dict[int, TensorResult] = {}
-    counts: dict[int, tuple[int, int]] = {}
-    for done in cluster.each(convert_unit, found):
+class _Run:
+    """What the driver knows while the units come back."""
+
+    def __init__(self, cluster: _Cluster, work: Work, files: Sequence[SharedWriter], progress: Progress) -> None:
+        self._cluster, self._work, self._files, self._progress = cluster, work, files, progress
+        self._places = {n: (f, at) for s, f in zip(work.shards, files, strict=True) for n, at in s.offsets.items()}
+        self._results: dict[int, TensorResult] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
+        self._missing: dict[int, int] = {}  # units that a partial tensor still waits for
+
+    def over(self, found: Sequence[Unit], machines: int) -> dict[int, TensorResult]:
+        """Convert all units, and digest divided tensors as soon as they are whole."""
+        for number in (n for unit in found for n in unit.partial):
+            self._missing[number] = self._missing.get(number, 0) + 1
+        bundles = hashing(self._work.plan, found, machines)
+        tasks: deque[Task] = deque((convert_unit, unit) for unit in found)
+        for done in self._cluster.each(tasks):
+            if isinstance(done, Done):
+                self._accept(done)
+                whole = [b for b in bundles if not any(self._missing[n] for n in b)]
+                bundles = [b for b in bundles if b not in whole]
+                tasks.extend((digest_written, {n: self._extents(n) for n in b}) for b in whole)
+            else:
+                self._results |= {n: TensorResult(digest, *self._counts[n]) for n, digest in done.items()}
+        return self._results
+
+    def _accept(self, done: Done) -> None:
         for shard, receipt in done.receipts.items():
-            files[shard].accept(receipt)
-        results |= done.results
+            self._files[shard].accept(receipt)
+        self._results |= done.results
         for number, (nans, infs) in done.counts.items():
-            before = counts.get(number, (0, 0))
-            counts[number] = (before[0] + nans, before[1] + infs)
-        progress(done.nbytes)
-    return results, counts
+            before = self._counts.get(number, (0, 0))
+            self._counts[number] = (before[0] + nans, before[1] + infs)
+            self._missing[number] -= 1
+        self._progress(done.nbytes)
 
-
-def _digest(
-    cluster: _Cluster,
-    work: Work,
-    bundles: Sequence[tuple[int, ...]],
-    files: Sequence[SharedWriter],
-    counts: Mapping[int, tuple[int, int]],
-) -> dict[int, TensorResult]:
-    """The tensors that no single unit wrote, digested from what was written."""
-    if not bundles:
-        return {}
-    places = {n: (file, at) for s, file in zip(work.shards, files, strict=True) for n, at in s.offsets.items()}
-
-    def extents(number: int) -> Extents:
-        file, at = places[number]
-        return file.extents(at, work.plan.tensors[number].nbytes)
-
-    tasks = ({number: extents(number) for number in bundle} for bundle in bundles)
-    digests = {number: digest for done in cluster.each(digest_written, tasks) for number, digest in done.items()}
-    return {number: TensorResult(digest, *counts[number]) for number, digest in digests.items()}
+    def _extents(self, number: int) -> Extents:
+        file, at = self._places[number]
+        return file.extents(at, self._work.plan.tensors[number].nbytes)
 
 
 # -- in the workers

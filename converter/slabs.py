@@ -65,7 +65,8 @@ class Slab:
 
 def part(tensor: Tensor, number: int, rows: Range) -> Part:
     """The bytes of some rows."""
-    row = tensor.nbytes // tensor.shape[0] if tensor.shape and tensor.shape[0] else tensor.nbytes
+    nbytes = tensor.nbytes
+    row = nbytes // tensor.shape[0] if tensor.shape and tensor.shape[0] else nbytes
     return Part(number, rows, rows[0] * row, (rows[1] - rows[0]) * row)
 
 
@@ -136,6 +137,12 @@ class _Table:
         self.reach = {number: self._reach(plan.moves[number]) for number in group.moves}
         self.index_dims = {key: self._dims(numbers, rows=False) for key, numbers in self.leaves.items()}
         self.row_dims = {key: self._dims(numbers, rows=True) for key, numbers in self.leaves.items()}
+        moved = {number: np.unique(plan.moves[number].tensors) for number in group.moves}
+        self.writes = {number: np.isin(self.tensors, chosen) for number, chosen in moved.items()}
+        shapes = [plan.tensors[n].shape for n in group.tensors]
+        self.kind: NDArray[np.int64] = np.array([s[0] if s else 1 for s in shapes], np.int64)
+        for writes in self.writes.values():
+            self.kind = np.unique(self.kind * 2 + writes, return_inverse=True)[1]
         self.label: NDArray[np.int64] = np.arange(len(self.tensors))
         self.reached: dict[tuple[str, tuple[int, ...]], int] = {}  # a tensor, by leaf and place on index_dims
 
@@ -220,18 +227,10 @@ class _Table:
 
     def _kinds(self, members: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], frozenset[int]]]:
         """Tensors of a class by the moves that write them and the length of their first dimension."""
-        key = np.zeros(len(self.tensors), np.int64)
-        shapes = [self.plan.tensors[int(n)].shape for n in self.tensors]
-        key[:] = [s[0] if s else 1 for s in shapes]
-        writes = {}
-        for number in self.group.moves:
-            chosen = np.unique(self.plan.moves[number].tensors)
-            writes[number] = np.isin(self.tensors, chosen)
-            key = np.unique(key * 2 + writes[number], return_inverse=True)[1]
         found = []
-        for value in np.unique(key[members]):
-            ids = members[key[members] == value]
-            found.append((ids, frozenset(n for n in self.group.moves if writes[n][ids[0]])))
+        for value in np.unique(self.kind[members]):
+            ids = members[self.kind[members] == value]
+            found.append((ids, frozenset(n for n in self.group.moves if self.writes[n][ids[0]])))
         return found
 
     def _rows(
@@ -251,7 +250,10 @@ class _Table:
         return found
 
     def _bounds(
-        self, ids: NDArray[np.int64], moves: frozenset[int], rows: Mapping[str, Mapping[tuple[int, ...], Mapping[int, Range]]]
+        self,
+        ids: NDArray[np.int64],
+        moves: frozenset[int],
+        rows: Mapping[str, Mapping[tuple[int, ...], Mapping[int, Range]]],
     ) -> list[int]:
         shape = self.plan.tensors[int(self.tensors[ids[0]])].shape
         ends = {0, shape[0] if shape else 1}

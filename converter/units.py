@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.plan import Group, Plan
 from mtx2vllm.converter.schedule import RUNS, runs_of
 from mtx2vllm.converter.slabs import Slab, slabs
 
-SHARE = 8  # units a machine: the last one to end then costs an eighth of a machine's time at most
+SHARE = 16  # units a machine: the last one to end then costs a sixteenth of a machine's time at most
+ENOUGH = 4  # so many pieces a machine spread evenly enough
 SMALLEST = 64 << 20  # bytes; below that starting a task costs more than it spreads
 HASHING = 0.25  # what taking a digest of a written byte costs, against converting it
 
@@ -28,6 +29,11 @@ class Unit:
     partial: frozenset[int]
 
     @property
+    def cost(self) -> float:
+        """In converted bytes: reading and writing are about half of the work each."""
+        return (self.nbytes + sum(load.nbytes for slab in self.slabs for load in slab.loads)) / 2
+
+    @property
     def tensors(self) -> frozenset[int]:
         """All tensors it writes into."""
         return frozenset(p.tensor for slab in self.slabs for p in slab.parts)
@@ -36,7 +42,7 @@ class Unit:
 def units(plan: Plan, machines: int) -> list[Unit]:
     """The units of a plan for so many machines, largest first."""
     limit = max(SMALLEST, plan.nbytes // (machines * SHARE))
-    found = [piece for pieces in _families(plan) for piece in _pieces(pieces, limit, plan.nbytes // machines)]
+    found = [piece for group in plan.groups for piece in _pieces(_families(plan, group), limit, machines)]
     packed = list(_packed(found, limit))
     owners: dict[int, int] = {}
     for unit in packed:
@@ -50,34 +56,33 @@ def units(plan: Plan, machines: int) -> list[Unit]:
         )
         for unit in packed
     ]
-    return sorted(made, key=lambda unit: -unit.nbytes)
+    return sorted(made, key=lambda unit: -unit.cost)
 
 
-def _families(plan: Plan) -> Iterator[list[Slab]]:
+def _families(plan: Plan, group: Group) -> list[list[Slab]]:
     """Slabs that write into the same tensors, as lists in order of rows."""
-    for group in plan.groups:
-        family: list[Slab] = []
-        for slab in slabs(plan, group):
-            if family and not {p.tensor for p in family[-1].parts} & {p.tensor for p in slab.parts}:
-                yield family
-                family = []
-            family.append(slab)
-        if family:
-            yield family
+    found: list[list[Slab]] = []
+    for slab in slabs(plan, group):
+        mine = {p.tensor for p in slab.parts}
+        if found and not mine.isdisjoint(p.tensor for p in found[-1][-1].parts):
+            found[-1].append(slab)
+        else:
+            found.append([slab])
+    return found
 
 
-def _pieces(family: list[Slab], limit: int, share: int) -> Iterator[list[Slab]]:
-    """A family whole, or its slabs apart where they are too many bytes; a giant one in runs of its tensors."""
-    if sum(slab.nbytes for slab in family) <= limit:
-        yield family
+def _pieces(families: list[list[Slab]], limit: int, machines: int) -> Iterator[list[Slab]]:
+    """The families of a group whole, where there are enough of them or they are small; otherwise their slabs apart. A few
+    large slabs are cut into runs of their tensors: that reads their chunks once a run, better than all waiting for one."""
+    if len(families) >= ENOUGH * machines or sum(slab.nbytes for family in families for slab in family) <= limit:
+        yield from families
         return
-    for slab in family:
-        runs = min(RUNS, ceil(slab.nbytes / max(1, share)))
-        if runs == 1:
-            yield [slab]
-        else:  # its chunks are read once a run: better than all machines waiting for one
-            for parts in runs_of(slab.parts, ceil(slab.nbytes / runs)):
-                yield [replace(slab, parts=parts)]
+    found = [slab for family in families for slab in family]
+    for slab in found:
+        runs = min(RUNS, ceil(slab.nbytes / limit)) if len(found) < machines else 1
+        cut = runs_of(slab.parts, ceil(slab.nbytes / runs)) if runs > 1 else [slab.parts]
+        for parts in cut:
+            yield [replace(slab, parts=parts)]
 
 
 def _packed(pieces: Iterable[list[Slab]], limit: int) -> Iterator[list[Slab]]:
@@ -107,18 +112,26 @@ def hashing(plan: Plan, found: Sequence[Unit], machines: int) -> list[tuple[int,
     return [tuple(bundle) for bundle in bundles]
 
 
-def makespan(costs: Iterable[float], machines: int) -> float:
-    """When the last machine is done, if each takes the largest unit that is left."""
+def makespan(plan: Plan, found: Sequence[Unit], bundles: Sequence[Sequence[int]], machines: int) -> float:
+    """When the last machine is done, in converted bytes: each takes the next unit, then bundles that can be digested."""
     ends = [0.0] * machines
-    for cost in sorted(costs, reverse=True):
-        heapq.heapreplace(ends, ends[0] + cost)
+    complete: dict[int, float] = {}
+    for unit in found:
+        end = heapq.heappop(ends) + unit.cost
+        heapq.heappush(ends, end)
+        complete |= {number: max(end, complete.get(number, 0.0)) for number in unit.partial}
+    ready = sorted(
+        (max(complete[n] for n in bundle), sum(plan.tensors[n].nbytes for n in bundle)) for bundle in bundles
+    )
+    for begin, nbytes in ready:
+        heapq.heappush(ends, max(begin, heapq.heappop(ends)) + HASHING * nbytes)
     return max(ends)
 
 
 def imbalance(plan: Plan, machines: int) -> float:
     """By which part a run on so many machines takes longer than if its work could be divided at will."""
     found = units(plan, machines)
-    convert = [float(unit.nbytes) for unit in found]
-    digest = [HASHING * sum(plan.tensors[n].nbytes for n in bundle) for bundle in hashing(plan, found, machines)]
-    ideal = (plan.nbytes + sum(digest)) / machines
-    return (makespan(convert, machines) + makespan(digest, machines)) / ideal - 1 if ideal else 0.0
+    bundles = hashing(plan, found, machines)
+    digested = sum(plan.tensors[n].nbytes for bundle in bundles for n in bundle)
+    ideal = (plan.nbytes + HASHING * digested) / machines
+    return makespan(plan, found, bundles, machines) / ideal - 1 if ideal else 0.0

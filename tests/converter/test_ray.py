@@ -3,9 +3,10 @@
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 
 import pytest
@@ -25,28 +26,38 @@ SIZES = make_checkpoint.Sizes(64, 3, 96, 4, 2, 16, 512, 8, False)
 MESH = {"expert": 4, "fsdp": 2, "tensor": 2}
 
 
-def started(kind):
-    """Two machines of one core. Ray gives its processes 30 s to start, which a busy machine may not manage at once."""
-    for attempt in range(3):
-        made = kind()
-        try:
-            made.add_node(num_cpus=1, include_dashboard=False)
-            made.add_node(num_cpus=1)
-            return made
-        except Exception:
-            made.shutdown()
-            if attempt == 2:
-                raise
-    raise AssertionError
+START = 300.0  # seconds that Ray's processes get on a busy machine, in place of its own 30
+
+
+def patient(get_node):
+    """Ray's own look for a node that has just been started, with more time."""
+
+    def wait(*args):
+        deadline = time.monotonic() + START
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    return wait
 
 
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray", reason="the ray extra has wheels up to Python 3.13")
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
-    made = started(Cluster)
-    ray.init(address=made.address, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_agent_register_timeout_ms", str(int(START * 1000)))
+        patch.setattr(services, "get_node", patient(services.get_node))
+        made = Cluster()
+        made.add_node(num_cpus=1, include_dashboard=False)
+        made.add_node(num_cpus=1)
+        ray.init(address=made.address, log_to_driver=False)
     yield ray
     ray.shutdown()
     made.shutdown()
@@ -114,8 +125,11 @@ def test_a_killed_worker_is_run_again(cluster, many_units, checkpoint, tmp_path,
 
     original = ray_executor._Cluster.each
 
-    def each(self, function, items):
-        return original(self, dies_in_the_middle if function is ray_executor.convert_unit else function, items)
+    def each(self, tasks):
+        for number, (function, item) in enumerate(tasks):
+            if function is ray_executor.convert_unit:
+                tasks[number] = (dies_in_the_middle, item)
+        return original(self, tasks)
 
     monkeypatch.setattr(ray_executor._Cluster, "each", each)
     convert(str(checkpoint), str(there), executor="ray")
@@ -136,16 +150,18 @@ def test_a_fault_in_a_worker_is_the_sentence_it_would_be_here(cluster, many_unit
 MODELS = Path(__file__).parents[1] / "data" / "configs"
 
 
-def meshed(made: Plan, mesh: dict[str, int]) -> Plan:
-    """The plan with the chunk grid of a training mesh, by MaxText's names of the arrays."""
+def meshed(made: Plan, mesh: dict[str, int], hidden: int) -> Plan:
+    """The plan with the chunk grid of a training mesh: experts by expert, the embedding axis by what is left."""
+    devices = mesh["expert"] * mesh["fsdp"]
 
     def chunks(leaf):
-        ways = [1] * len(leaf.shape)
-        if any(word in leaf.path for word in ("wi_0", "wi_1", "wo")) and len(leaf.shape) == 4:
-            ways = [mesh["expert"], 1, mesh["fsdp"], 1] if "wi" in leaf.path else [mesh["expert"], 1, 1, mesh["fsdp"]]
-        elif len(leaf.shape) > 1:
-            ways[0] = mesh["expert"] * mesh["fsdp"]
-        return tuple(n // w if n % w == 0 else n for n, w in zip(leaf.shape, ways, strict=True))
+        shape, ways = leaf.shape, [1] * len(leaf.shape)
+        axis = shape.index(hidden) if hidden in shape else 0
+        if leaf.path.rpartition(".")[2] in ("wi_0", "wi_1", "wo"):
+            ways[0], ways[axis] = mesh["expert"], mesh["fsdp"]
+        elif len(shape) > 1:
+            ways[axis] = gcd(shape[axis], devices)
+        return tuple(n // w for n, w in zip(shape, ways, strict=True))
 
     moves = [replace(m, leaf=replace(m.leaf, chunks=chunks(m.leaf))) for m in made.moves]
     return replace(made, moves=moves)
@@ -158,7 +174,7 @@ def test_the_largest_models_divide_evenly(layout, scale):
 
     config = json.loads((MODELS / "deepseek3-671b.json").read_text())
     config["n_routed_experts"] = int(config["n_routed_experts"] * scale)  # 1.5: a model of 1 T
-    made = meshed(plan(config, layout=layout), {"expert": 64, "fsdp": 4})
+    made = meshed(plan(config, layout=layout), {"expert": 64, "fsdp": 4}, config["hidden_size"])
     assert sum(prod(t.shape) for t in made.tensors) > 0.65e12 * scale
     for machines in (1, 8, 64):
         assert imbalance(made, machines) < 0.1
@@ -167,7 +183,7 @@ def test_the_largest_models_divide_evenly(layout, scale):
 def test_units_cover_everything_once_and_share_no_chunk():
     sizes = replace(SIZES, experts=16)
     leaves = make_checkpoint.leaves(sizes)
-    made = meshed(plan(make_checkpoint.hf_config(sizes, "bfloat16")), {"expert": 8, "fsdp": 2})
+    made = meshed(plan(make_checkpoint.hf_config(sizes, "bfloat16")), {"expert": 8, "fsdp": 2}, sizes.hidden)
     assert leaves
     for machines in (1, 3, 64):
         found = units(made, machines)
