@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any
 
 from mtx2vllm.schemas import blocks
-from mtx2vllm.schemas.rules import ConfigError, Model, Rule, Schema, cycle, need, plain
+from mtx2vllm.schemas.rules import ConfigError, Model, Rule, Schema, Stack, cycle, need, plain
 
 INTERLEAVED = "interleaved"
 _ATTENTION = (*blocks.PRE_POST_NORMS, *blocks.attention(query=blocks.QUERY_SCALE, interleaved=INTERLEAVED))
@@ -79,6 +79,23 @@ def _llama4_step(config: Mapping[str, Any]) -> int:
     return step
 
 
+def _nope_interval(config: Mapping[str, Any]) -> int:
+    """Every how many layers one has no rotary embedding (MaxText's nope_layer_interval), by the list where there is one:
+    a config may carry the default interval beside a list that says otherwise."""
+    listed = config.get("no_rope_layers")
+    if isinstance(listed, list) and 0 in listed:
+        every = listed.index(0) + 1
+        if any(bool(rope) == ((n + 1) % every == 0) for n, rope in enumerate(listed)):
+            raise ConfigError(f"no_rope_layers {listed!r:.80} has no period, and MaxText knows no such model")
+        return every
+    return need({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval")
+
+
+def _llama4_stacks(model: Model) -> tuple[Stack, ...]:
+    """MaxText scans blocks of layers after which both patterns repeat: rotary or not, experts or dense."""
+    return cycle(_llama4_rules, lcm(_nope_interval(model.config), _llama4_step(model.config)))(model)
+
+
 def _llama4_rules(model: Model, layer: int) -> tuple[Rule, ...]:
     if (layer + 1) % _llama4_step(model.config) == 0:
         return (*_LLAMA4_ATTENTION, *_LLAMA4_MOE)
@@ -97,8 +114,7 @@ LLAMA4 = Schema(
         "expert": "num_local_experts",
         "expert_ffn": "intermediate_size",
     },
-    # MaxText scans blocks of lcm(4, MoE step) layers: every fourth has no rotary embedding.
-    stacks=lambda model: cycle(_llama4_rules, lcm(4, _llama4_step(model.config)))(model),
+    stacks=_llama4_stacks,
     top=blocks.top(),
     flags=blocks.tied,
     wrapper_names=("language_model.model.", "language_model."),

@@ -61,7 +61,7 @@ def test_a_plan_for_any_number_of_layers(family: str, layers: int) -> None:
     body.pop("layer_types", None)
     if "first_k_dense_replace" in body:
         body["first_k_dense_replace"] = min(1, layers)
-    if family == "gemma2" and layers % 2:
+    if family.startswith("gemma2") and layers % 2:
         with pytest.raises(Exception, match="in pairs"):
             plan(config)
         return
