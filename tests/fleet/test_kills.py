@@ -33,7 +33,7 @@ def survive(home: Path, kills: int, seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
     run, root = home / "run", home / "root"
     root.mkdir(parents=True)
-    trainer, watcher = Trainer(run, 0.5), RootWatcher(root)
+    trainer, watcher = Trainer(run, 1.0), RootWatcher(root)
     follower = FollowerProcess(run, root, home / "log", "--layout", "hf", "--all")
     watcher.start()
     trainer.start()
@@ -51,7 +51,9 @@ def survive(home: Path, kills: int, seed: int) -> tuple[int, int]:
             hits += is_writing(root, follower.pid)
         steps = trainer.finish()
         follower.start()
-        until(lambda: len(watcher.seen) == len(steps), 120, "all versions")
+        while len(watcher.seen) < len(steps):
+            so_far = len(watcher.seen)
+            until(lambda: len(watcher.seen) > so_far, 60, f"more than {so_far} of {len(steps)} versions")  # noqa: B023
         assert follower.stop() == 0
     finally:
         follower.kill()
