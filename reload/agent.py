@@ -44,7 +44,7 @@ class ReloadAgent:
         root: the directory of versions, local or gs://.
         settings: what the environment would say; keyword arguments stand for single settings (`policy="step:100"`).
         loaded: the version that the engine was started from, if it was.
-        hold: None asks the engine (its attribute `dummy`).
+        hold: None asks the engine (`Engine.dummy`).
         clock: seconds since the epoch.
     """
 
@@ -62,7 +62,7 @@ class ReloadAgent:
         self.settings = settings or settings_for(root, **options)
         self.root = self.settings.watch
         self.engine = engine_of(engine_or_llm)
-        held = bool(getattr(self.engine, "dummy", False)) if hold is None else hold
+        held = self.engine.dummy if hold is None else hold
         self._replica = Replica(
             self.engine, self.settings, hold=held, clock=clock, told=self._tell_lease, given_up=self._given_up
         )

@@ -58,6 +58,10 @@ class Engine(Protocol):
 
     replica_suffix: str  # "" or "-dp<rank>"
 
+    @property
+    def dummy(self) -> bool:
+        """Whether the engine was started with random weights, so that nothing may be served before a first version."""
+
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor that a version must bring, by canonical name (loaded buffers included)."""
 
@@ -77,6 +81,9 @@ class Engine(Protocol):
 
     def set_ready(self, ready: bool) -> None:
         """Hold requests back (False) until a first version is in, or let them through."""
+
+    def refuse(self, why: str | None) -> None:
+        """Fail new requests with this sentence instead of holding them back; None: take them again."""
 
     def alive(self) -> bool:
         """Whether the engine still runs; the agent stops within a second of False."""

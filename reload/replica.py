@@ -64,12 +64,12 @@ class Replica:
             self.stager.start()  # a failure shows with the first version
 
     def _let_through(self, ready: bool) -> None:
-        """Hold requests back, or let them through; with unready=fail an engine that can refuses them instead."""
+        """Hold requests back, or let them through; with unready=fail new ones are refused instead."""
         self._holding = not ready
-        refuse = getattr(self.engine, "refuse", None) if self.settings.unready == "fail" else None
-        if refuse is not None:
-            refuse(None if ready else f"no version from {self.root} is loaded yet")
-        if refuse is None or ready:
+        fail = self.settings.unready == "fail"
+        if fail:
+            self.engine.refuse(None if ready else f"no version from {self.root} is loaded yet")
+        if ready or not fail:
             self.engine.set_ready(ready)
 
     def _count_as_loaded(self, location: str) -> None:

@@ -20,6 +20,7 @@ class FakeEngine:
         self.dummy = False
         self.version: int | None = None
         self.ready = True
+        self.refusing: str | None = None
         self.running = True
         self.calls: list[str] = []
         self.changes: list[Change] = []
@@ -70,6 +71,9 @@ class FakeEngine:
     def set_ready(self, ready: bool) -> None:
         self.calls.append(f"ready {ready}")
         self.ready = ready
+
+    def refuse(self, why: str | None) -> None:
+        self.refusing = why
 
     def alive(self) -> bool:
         return self.running
