@@ -40,6 +40,7 @@ class Sampler:
     """An engine that looks at what it holds after every swap."""
 
     replica_suffix = ""
+    dummy = False
 
     def __init__(self) -> None:
         self.state = {name: np.zeros_like(value) for name, value in tensors(0).items()}
@@ -64,6 +65,9 @@ class Sampler:
         return SwapTimings(0.0, 0.0, "double")
 
     def set_ready(self, ready: bool) -> None:
+        pass
+
+    def refuse(self, why: str | None) -> None:
         pass
 
     def alive(self) -> bool:
