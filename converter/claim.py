@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mtx2vllm.converter import process
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
 from mtx2vllm.converter.storage import LEFTOVER, Store, join, store_for
 from mtx2vllm.schemas import manifest
@@ -26,13 +27,13 @@ TTL_S = 120.0
 
 
 class Record(BaseModel):
-    """A claim as it lies in the directory. `started` is the process's start time in clock ticks since boot (0: not
-    known): a process number alone comes back."""
+    """A claim as it lies in the directory; `started` and `namespace` as in process.py."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     host: str
     pid: int
     started: int = 0
+    namespace: str = ""
     heartbeat: float
     ttl_s: float = TTL_S
     files: tuple[str, ...] = ()
@@ -115,7 +116,12 @@ class Claim:
     def _record(self) -> Record:
         pid = os.getpid()
         return Record(
-            host=socket.gethostname(), pid=pid, started=process_started(pid), heartbeat=self._now(), files=self._files
+            host=socket.gethostname(),
+            pid=pid,
+            started=process.started(pid),
+            namespace=process.namespace(),
+            heartbeat=self._now(),
+            files=self._files,
         )
 
 
@@ -129,9 +135,8 @@ def read(store: Store, out: str) -> Record | None:
 
 def is_live(record: Record, modified: float, now: float) -> bool:
     """Whether the writer of a claim still runs. On this host its process is asked, elsewhere the heartbeat."""
-    if record.host == socket.gethostname() and record.started:
-        return process_started(record.pid) == record.started
-    return now - max(record.heartbeat, modified) <= record.ttl_s
+    alive = process.lives(record.host, record.pid, record.started, record.namespace)
+    return alive if alive is not None else now - max(record.heartbeat, modified) <= record.ttl_s
 
 
 def _take(store: Store, out: str, data: bytes, now: float) -> int:
@@ -194,16 +199,6 @@ def _remove_empty(store: Store, directory: str) -> None:
     if local is not None:
         with contextlib.suppress(OSError):
             Path(local).rmdir()
-
-
-def process_started(pid: int) -> int:
-    """Start time of a live process in clock ticks since boot, 0 where it cannot be known (proc(5), field 22)."""
-    try:
-        return int(
-            Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
-        )
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def refuse_foreign(store: Store, out: str, ours: Iterable[str]) -> None:

@@ -12,9 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from mtx2vllm.converter.claim import process_started
+from mtx2vllm.converter import process
 from mtx2vllm.converter.errors import LostRace, Mtx2vllmError
 from mtx2vllm.converter.root import FOLLOWER, HEARTBEAT_S, TTL_S, FollowerLease, Seen, dumps, read_follower
 from mtx2vllm.converter.storage import join, store_for
@@ -121,7 +120,7 @@ class RootLease:
         now, pid = self._now(), os.getpid()
         lease = FollowerLease(
             holder=self._holder, heartbeat=now, ttl_s=self._ttl_s if ttl_s is None else ttl_s, host=socket.gethostname(), pid=pid,
-            started=process_started(pid), namespace=_namespace(), writing=self._writing, settled=self._settled,
+            started=process.started(pid), namespace=process.namespace(), writing=self._writing, settled=self._settled,
         )  # fmt: skip
         self._generation = self._store.replace(self._path, dumps(lease), generation).generation
         self._written = now
@@ -132,14 +131,4 @@ def is_held(seen: Seen[FollowerLease]) -> bool:
     lease = seen.lease
     if lease.ttl_s <= 0 or not seen.alive:
         return False
-    if lease.host == socket.gethostname() and lease.started and lease.namespace == _namespace():
-        return process_started(lease.pid) == lease.started
-    return True
-
-
-def _namespace() -> str:
-    """Which process numbers are meant: two containers may share a host's name, and both be process 1."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
+    return process.lives(lease.host, lease.pid, lease.started, lease.namespace) is not False

@@ -19,7 +19,7 @@ import pytest
 from data_files import DATA, arrays, raw_tensors
 from safetensors import safe_open
 
-from mtx2vllm.converter import claim, posix
+from mtx2vllm.converter import claim, posix, process
 from mtx2vllm.converter.convert import convert
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
 from mtx2vllm.converter.storage import store_for
@@ -99,7 +99,13 @@ def test_config_json_says_what_was_written(tmp_path: Path) -> None:
 
 def test_two_conversions_write_the_same_bytes(tmp_path: Path) -> None:
     for name in "ab":
-        convert(RUN, str(tmp_path / name), **KW, workers=3 if name == "a" else 1, memory_budget=(1 << 20) if name == "a" else 1 << 28)
+        convert(
+            RUN,
+            str(tmp_path / name),
+            **KW,
+            workers=3 if name == "a" else 1,
+            memory_budget=(1 << 20) if name == "a" else 1 << 28,
+        )
     a, b = content(tmp_path / "a"), content(tmp_path / "b")
     a.pop("mtx2vllm.json"), b.pop("mtx2vllm.json")
     assert a == b
@@ -140,7 +146,9 @@ def test_a_mapped_version_keeps_its_bytes_when_it_is_overwritten(tmp_path: Path)
     assert shard.read_bytes() != before
 
 
-@pytest.mark.parametrize("name", ["thesis.pdf", "model.safetensors", "canonical/notes.txt", "model-00003-of-00007.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["thesis.pdf", "model.safetensors", "canonical/notes.txt", "model-00003-of-00007.safetensors"]
+)
 @pytest.mark.parametrize("committed", [False, True])
 def test_foreign_files_stop_us_and_stay(tmp_path: Path, name: str, committed: bool) -> None:
     out = tmp_path / "out"
@@ -395,12 +403,16 @@ def test_of_racing_converters_exactly_one_wins(tmp_path: Path) -> None:
         assert sorted(run.returncode for run in runs) == [0, 3, 3], said
         for run, text in zip(runs, said, strict=True):
             if run.returncode:
-                assert re.search(r"being written by process \d+ on |finished version already \(canonical of|released by", text)
+                assert re.search(
+                    r"being written by process \d+ on |finished version already \(canonical of|released by", text
+                )
         assert sound(out)
 
 
 def record(host: str, pid: int, heartbeat: float, files: tuple[str, ...] = (), started: int = 0) -> bytes:
-    made = claim.Record(host=host, pid=pid, started=started, heartbeat=heartbeat, files=files)
+    made = claim.Record(
+        host=host, pid=pid, started=started, namespace=process.namespace(), heartbeat=heartbeat, files=files
+    )
     return made.model_dump_json().encode()
 
 
@@ -432,7 +444,7 @@ def test_a_dead_writers_debris_goes(tmp_path: Path, host: str) -> None:
 
 def test_a_process_number_that_came_back_is_another_process(tmp_path: Path) -> None:
     old = time.time()
-    started = claim.process_started(os.getpid()) - 1
+    started = process.started(os.getpid()) - 1
     leave(tmp_path / "out", record(socket.gethostname(), os.getpid(), old, started=started), old)
     convert(RUN, str(tmp_path / "out"), **KW)
     assert sound(tmp_path / "out")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from versions import arrays, write_version
 
-from mtx2vllm.converter import claim, root
+from mtx2vllm.converter import claim, process, root
 from mtx2vllm.converter.errors import InputError, UsageError
 from mtx2vllm.converter.storage import store_for
 from mtx2vllm.converter.versions import QUIET_S, list_versions, pin, prune, unpin
@@ -127,8 +127,16 @@ def test_a_lease_counts_by_the_younger_of_heartbeat_and_file(fleet: Path) -> Non
 def test_half_written(fleet: Path) -> None:
     claimed(fleet, 20, age=119)
     claimed(fleet, 21, age=121)
-    claimed(fleet, 22, host=os.uname().nodename, pid=os.getpid(), started=claim.process_started(os.getpid()), age=9999)
-    claimed(fleet, 23, host=os.uname().nodename, pid=os.getpid(), started=5)
+    claimed(
+        fleet,
+        22,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        started=process.started(os.getpid()),
+        namespace=process.namespace(),
+        age=9999,
+    )
+    claimed(fleet, 23, host=os.uname().nodename, pid=os.getpid(), started=5, namespace=process.namespace())
     (fleet / "24").mkdir()
     (fleet / "24" / "model.safetensors").write_bytes(b"copied by somebody")
     (fleet / "25").mkdir()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mtx2vllm.converter.claim import process_started
-from mtx2vllm.converter.follow_lease import RootLease, _namespace
+from mtx2vllm.converter import process
+from mtx2vllm.converter.follow_lease import RootLease
 from mtx2vllm.converter.root import read_follower
 
 
@@ -80,7 +80,7 @@ def test_a_killed_process_of_this_host_is_recognised_at_once(tmp_path: Path) -> 
     first, second = lease(tmp_path, clock), lease(tmp_path, clock)
     assert first.take() is None
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    rewrite(tmp_path, pid=child.pid, started=process_started(child.pid))
+    rewrite(tmp_path, pid=child.pid, started=process.started(child.pid))
     assert second.take() is not None
     child.kill()
     child.wait()
@@ -102,7 +102,7 @@ def test_another_container_s_process_numbers_mean_nothing(tmp_path: Path) -> Non
     first, second = lease(tmp_path, clock), lease(tmp_path, clock)
     assert first.take() is None
     rewrite(tmp_path, started=1, namespace="pid:[1]")
-    assert _namespace() != "pid:[1]"
+    assert process.namespace() != "pid:[1]"
     assert second.take() is not None
     clock.time += 121
     assert second.take() is None
