@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 from math import gcd, prod
@@ -26,38 +25,26 @@ SIZES = make_checkpoint.Sizes(64, 3, 96, 4, 2, 16, 512, 8, False)
 MESH = {"expert": 4, "fsdp": 2, "tensor": 2}
 
 
-START = 300.0  # seconds that Ray's processes get on a busy machine, in place of its own 30
-
-
-def patient(get_node):
-    """Ray's own look for a node that has just been started, with more time."""
-
-    def wait(*args):
-        deadline = time.monotonic() + START
-        while True:
-            try:
-                return get_node(*args)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
-
-    return wait
+def add_machine(cluster):
+    """Of one core. Ray gives a machine's processes 30 s to start, which a busy test machine may not manage at once."""
+    for attempt in range(6):
+        try:
+            return cluster.add_node(num_cpus=1, include_dashboard=False)
+        except Exception:
+            if attempt == 5:
+                raise
+    raise AssertionError
 
 
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray", reason="the ray extra has wheels up to Python 3.13")
-    from ray._private import services
     from ray.cluster_utils import Cluster
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_agent_register_timeout_ms", str(int(START * 1000)))
-        patch.setattr(services, "get_node", patient(services.get_node))
-        made = Cluster()
-        made.add_node(num_cpus=1, include_dashboard=False)
-        made.add_node(num_cpus=1)
-        ray.init(address=made.address, log_to_driver=False)
+    made = Cluster()
+    add_machine(made)
+    add_machine(made)
+    ray.init(address=made.address, log_to_driver=False)
     yield ray
     ray.shutdown()
     made.shutdown()
