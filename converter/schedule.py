@@ -66,7 +66,7 @@ class Schedule:
 
     @property
     def memory(self) -> int:
-        """Of both rings. TensorStore holds about two more of the largest chunks while it decodes."""
+        """Of both rings. TensorStore holds about three more of the largest chunks while it decodes."""
         return self.chunk_ring + self.part_ring
 
 
