@@ -15,7 +15,9 @@ def main() -> None:
     import sys
 
     from vllm.entrypoints.cli.main import main as vllm
+    from vllm.model_executor.models import registry
 
+    registry._run_in_subprocess = lambda inspect: inspect()  # saves a start of Python for each new architecture
     sys.argv = ["vllm", "serve", *sys.argv[1:]]
     vllm()
 
