@@ -136,6 +136,7 @@ def _manifest(found: Found, digests: Mapping[str, str], step: int | None) -> Man
         family=found.plan.family,
         architecture=_architecture(found),
         source=Source(uri=local_path(found.location), step=step, kind="hf"),
+        conventions={k: v for k, v in found.plan.conventions.items() if k == "head_dim"},
         dtype=_dtype(tensors),
         tool=f"mtx2vllm {package_version('mtx2vllm')}",
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

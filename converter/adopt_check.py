@@ -9,7 +9,7 @@ from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.header import LAYOUT_KEY, Header, Stored, read_header
 from mtx2vllm.converter.hf_files import CONFIG, SIDE_FILES
 from mtx2vllm.converter.job import plan
-from mtx2vllm.converter.pieces import fold, is_text, recipes
+from mtx2vllm.converter.pieces import fold, head_of, is_text, recipes
 from mtx2vllm.converter.plan import Plan
 from mtx2vllm.converter.storage import Stat, Store, join, store_for
 
@@ -148,7 +148,7 @@ def _model_problems(
     problems = _misshapen({n: s.shape for n, s in text.items() if n in wanted}, wanted)
     if not problems:
         used = {n: s for n, s in tensors.items() if fold(n) in text}
-        canonical = {n: r.shape for n, r in recipes(used, "hf", expected.family).items()}
+        canonical = {n: r.shape for n, r in recipes(used, "hf", expected.family, head_of(expected.conventions)).items()}
         whole = {fold(t.name): t.shape for t in plan(config, layout="canonical").tensors}
         extra = canonical.keys() - whole.keys() - {_HEAD}
         problems += _listing(whole.keys() - canonical.keys(), "tensors that config.json asks for are missing")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mtx2vllm.converter.errors import InputError, NotCommitted
 from mtx2vllm.converter.header import LAYOUT_KEY, Stored, read_header
-from mtx2vllm.converter.pieces import DTYPES, Recipe, Typed, as_rows, read_rows, recipes, row_blocks
+from mtx2vllm.converter.pieces import DTYPES, Recipe, Typed, as_rows, head_of, read_rows, recipes, row_blocks
 from mtx2vllm.converter.storage import Store, join, store_for
 from mtx2vllm.converter.verify import CHUNK, Differing, Progress, Verification, load_manifest
 
@@ -60,7 +60,7 @@ def open_side(location: str, family: str | None = None) -> Side:
     except NotCommitted:
         return _plain_side(location, store, family)
     places = {name: (join(location, entry.file), entry.offset) for name, entry in manifest.tensors.items()}
-    found = recipes(manifest.tensors, manifest.layout, manifest.family)
+    found = recipes(manifest.tensors, manifest.layout, manifest.family, head_of(manifest.conventions))
     return Side(location, store, manifest.tensors, places, found)
 
 
@@ -81,16 +81,23 @@ def _plain_side(location: str, store: Store, family: str | None) -> Side:
             raise InputError(f"{path}: tensor {doubled[0]!r} ({len(doubled)} in all) also lies in another file there.")
         tensors |= header.tensors
         places |= {key: (path, stored.offset) for key, stored in header.tensors.items()}
-    return Side(location, store, tensors, places, recipes(tensors, "hf", _family(location, store) or family or ""))
+    said, head = _described(location, store)
+    return Side(location, store, tensors, places, recipes(tensors, "hf", said or family or "", head))
 
 
-def _family(location: str, store: Store) -> str | None:
-    from mtx2vllm.schemas.model import ConfigError, schema_of
+def _described(location: str, store: Store) -> tuple[str | None, int | None]:
+    """Family and head size, as far as a config.json there says."""
+    from mtx2vllm.schemas.model import ConfigError, model_of, schema_of
 
     try:
-        return schema_of(json.loads(store.read(join(location, "config.json")))).family
+        config = json.loads(store.read(join(location, "config.json")))
+        schema = schema_of(config)
     except (FileNotFoundError, ValueError, ConfigError):
-        return None
+        return None, None
+    try:
+        return schema.family, model_of(config, schema).sizes.get("head_dim")
+    except ConfigError:
+        return schema.family, None
 
 
 def compare(location: str, against: str, progress: Progress | None = None) -> Verification:

@@ -124,6 +124,9 @@ class _Build:
         for part in fused.parts:
             for flow in flows[part.name]:
                 target = tuple(flow.target[d] for d in part.permute)
+                if part.halves:
+                    *outer, half, two = target[0]
+                    target = ((*outer, two, half), *target[1:])
                 start = [flow.start[d] for d in part.permute]
                 step = [flow.step[d] for d in part.permute]
                 start[0] += part.start

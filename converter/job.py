@@ -16,6 +16,7 @@ from mtx2vllm.converter.schedule import Schedule, needs_of
 from mtx2vllm.converter.shards import ShardFile, layout
 from mtx2vllm.converter.source import Checkpoint, open_checkpoint
 from mtx2vllm.converter.storage import store_for
+from mtx2vllm.schemas.fused import reorders
 from mtx2vllm.schemas.model import ConfigError, architecture_of, default_rope, model_of, schema_of
 from mtx2vllm.schemas.rules import Model, Schema
 
@@ -225,6 +226,8 @@ def _conventions(schema: Schema, model: Model, rope: str | None, scanned: bool) 
         chosen["rope_chosen_by"] = (
             "--rope" if rope else f"default for the config's rope type ({default_rope(model.config)})"
         )
+    if reorders(schema.family):
+        chosen["head_dim"] = str(model.sizes["head_dim"])  # which fusing the hf layout needs
     return chosen
 
 

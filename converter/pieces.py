@@ -9,7 +9,7 @@ Names are folded, so that one text model has one set of names whatever stands ar
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -51,13 +51,15 @@ class Typed(Protocol):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A source tensor's place: its dimensions permuted, at row `start`. `slot` is the index in a leading dimension
-    that the source has not (an expert's), None where the rows are those of the target."""
+    that the source has not (an expert's), None where the rows are those of the target. `head`: in every so many rows
+    neighbours (2i, 2i+1) become halves [even; odd]; 1 leaves the order."""
 
     source: str
     shape: tuple[int, ...]
     permute: tuple[int, ...]
     start: int
     slot: int | None = None
+    head: int = 1
 
     @property
     def end(self) -> int:
@@ -77,7 +79,7 @@ class Recipe:
     def identity(self) -> bool:
         """Whether its bytes are those of its one source."""
         piece = self.pieces[0]
-        plain = piece.slot is None and piece.permute == tuple(range(len(piece.shape)))
+        plain = piece.slot is None and piece.head == 1 and piece.permute == tuple(range(len(piece.shape)))
         return len(self.pieces) == 1 and plain and piece.shape == self.shape
 
     @property
@@ -100,16 +102,17 @@ def is_text(name: str) -> bool:
     return _TEXT.match(name) is not None
 
 
-def recipes(tensors: Mapping[str, Typed], layout: str, family: str) -> dict[str, Recipe]:
+def recipes(tensors: Mapping[str, Typed], layout: str, family: str, head: int | None = None) -> dict[str, Recipe]:
     """Every canonical tensor of the text model, by folded name.
 
     Args:
         tensors: the source's tensors; what is not of the text model is left out.
         layout: `canonical` or `hf`.
         family: a schema's name, for the fusions.
+        head: rows of an attention head; the `hf` layout of Llama 4 needs it.
 
     Raises:
-        InputError: two tensors fold to one name, or experts are missing or of different types.
+        InputError: two tensors fold to one name, experts are missing or of different types, or `head` is.
     """
     problems: list[str] = []
     names: dict[str, str] = {}
@@ -123,7 +126,18 @@ def recipes(tensors: Mapping[str, Typed], layout: str, family: str) -> dict[str,
         raise InputError(problems)
     if layout == "canonical":
         return {folded: _whole(name, tensors[name]) for folded, name in names.items()}
-    return _fused(names, tensors, family)
+    if fused.reorders(family) and (head is None or head % 2):
+        raise InputError(
+            f"canonical {family} weights have the rows of each attention head in another order, and the head size is "
+            "not known: the manifest's conventions, or config.json, must say head_dim."
+        )
+    return _fused(names, tensors, family, head or 1)
+
+
+def head_of(conventions: Mapping[str, str]) -> int | None:
+    """Rows of an attention head, where a manifest records them."""
+    said = conventions.get("head_dim", "")
+    return int(said) if said.isdecimal() else None
 
 
 def _whole(name: str, tensor: Typed, rows: int | None = None) -> Recipe:
@@ -131,7 +145,7 @@ def _whole(name: str, tensor: Typed, rows: int | None = None) -> Recipe:
     return Recipe(shape, tensor.dtype, (Piece(name, tensor.shape, tuple(range(len(tensor.shape))), 0),))
 
 
-def _fused(names: Mapping[str, str], tensors: Mapping[str, Typed], family: str) -> dict[str, Recipe]:
+def _fused(names: Mapping[str, str], tensors: Mapping[str, Typed], family: str, head: int) -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}
     layers: dict[str, dict[str, dict[int, str]]] = {}  # layer -> ending -> expert (-1: not an expert's) -> source
     for folded, name in names.items():
@@ -150,7 +164,7 @@ def _fused(names: Mapping[str, str], tensors: Mapping[str, Typed], family: str) 
         if wrong:
             problems += wrong
             continue
-        found |= {prefix + target: recipe for target, recipe in _layer(endings, tensors, family)}
+        found |= {prefix + target: recipe for target, recipe in _layer(endings, tensors, family, head)}
     if problems:
         raise InputError(problems)
     return found
@@ -170,13 +184,20 @@ def _expert_problems(prefix: str, endings: Mapping[str, Mapping[int, str]], tens
 
 
 def _layer(
-    endings: Mapping[str, Mapping[int, str]], tensors: Mapping[str, Typed], family: str
+    endings: Mapping[str, Mapping[int, str]], tensors: Mapping[str, Typed], family: str, head: int
 ) -> Iterator[tuple[str, Recipe]]:
     first = {ending: tensors[next(iter(sources.values()))] for ending, sources in endings.items()}
     experts = max((len(sources) for sources in endings.values() if -1 not in sources), default=0)
     for target in fused.fuse({ending: tensor.shape for ending, tensor in first.items()}, family, experts):
         pieces = tuple(
-            Piece(source, tensors[source].shape, part.permute, part.start, slot if part.stacked else None)
+            Piece(
+                source,
+                tensors[source].shape,
+                part.permute,
+                part.start,
+                slot if part.stacked else None,
+                head if part.halves else 1,
+            )
             for slot in (range(experts) if target.parts[0].stacked else (-1,))
             for part in target.parts
             for source in (endings[part.name][slot],)
@@ -209,7 +230,12 @@ def read_rows(
 
 def _read(piece: Piece, lo: int, hi: int, sources: Mapping[str, Typed], read: ReadBytes) -> NDArray[Any]:
     """Rows of one permuted source. Rows are contiguous where the first dimension stays first, as it does everywhere
-    today; elsewhere the whole source is read."""
+    today; elsewhere the whole source is read. Heads whose rows change their order are read whole."""
+    if piece.head > 1:
+        first, last = lo // piece.head * piece.head, -(-hi // piece.head) * piece.head
+        pairs = _read(replace(piece, head=1), first, last, sources, read)
+        pairs = pairs.reshape(-1, piece.head // 2, 2, *pairs.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(last - first, *piece.shape[1:])[lo - first : hi - first]
     dtype = DTYPES[sources[piece.source].dtype]
     stays = piece.permute[0] == 0
     first, last = (lo, hi) if stays else (0, piece.shape[0])
@@ -222,9 +248,10 @@ def _read(piece: Piece, lo: int, hi: int, sources: Mapping[str, Typed], read: Re
 
 
 def row_blocks(recipe: Recipe, limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of about `limit` bytes; at least one row each. A scalar has none: see `as_rows`."""
-    rows = recipe.shape[0]
-    step = max(1, limit // max(1, recipe.nbytes // max(1, rows)))
+    """Ranges of rows of about `limit` bytes; at least one row each, and whole heads where their order changes, so that
+    sources are read front to back. A scalar has none: see `as_rows`."""
+    rows, head = recipe.shape[0], max(piece.head for piece in recipe.pieces)
+    step = max(1, limit // max(1, recipe.nbytes // max(1, rows)) // head) * head
     for lo in range(0, rows, step):
         yield lo, min(rows, lo + step)
 

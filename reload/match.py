@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.pieces import DTYPES, Recipe, fold, recipes
+from mtx2vllm.converter.pieces import DTYPES, Recipe, fold, head_of, recipes
 from mtx2vllm.reload.engine import TensorSpec
 from mtx2vllm.schemas.manifest import Manifest, digest
 
@@ -55,7 +55,7 @@ def fit(manifest: Manifest, specs: Mapping[str, TensorSpec], untouched: Collecti
     Raises:
         InputError: with everything that does not fit.
     """
-    found = dict(recipes(manifest.tensors, manifest.layout, manifest.family))
+    found = dict(recipes(manifest.tensors, manifest.layout, manifest.family, head_of(manifest.conventions)))
     wanted = {fold(name): name for name in specs}
     foreign = {fold(name) for name in untouched}
     problems: list[str] = []
@@ -121,7 +121,7 @@ def _key(recipe: Recipe, dtype: str, manifest: Manifest) -> str:
     it is (so that both layouts agree), a digest over how it is made otherwise."""
     if recipe.identity and recipe.dtype == dtype:
         return manifest.tensors[recipe.pieces[0].source].blake3
-    made = [(manifest.tensors[p.source].blake3, p.shape, p.permute, p.start, p.slot) for p in recipe.pieces]
+    made = [(manifest.tensors[p.source].blake3, p.shape, p.permute, p.start, p.slot, p.head) for p in recipe.pieces]
     return digest(json.dumps([recipe.shape, recipe.dtype, dtype, made], separators=(",", ":")).encode())
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, NotCommitted, StorageError
-from mtx2vllm.converter.pieces import recipes
+from mtx2vllm.converter.pieces import head_of, recipes
 from mtx2vllm.converter.storage import Store, join, store_for
 from mtx2vllm.converter.verify import load_manifest, shard_problems
 from mtx2vllm.reload.job import Job
@@ -105,7 +105,7 @@ def run(job: Job, memory: int | None, say: Callable[..., None]) -> dict[str, Any
     manifest, found = load_manifest(job.location, store)
     if found != job.digest:
         raise LostRace(f"{job.location} was published anew while it was being staged.")
-    sources = recipes(manifest.tensors, manifest.layout, manifest.family)
+    sources = recipes(manifest.tensors, manifest.layout, manifest.family, head_of(manifest.conventions))
     files = {manifest.tensors[p.source].file for item in job.items for p in sources[item.folded].pieces}
     identities = {name: _identity(store, join(job.location, name)) for name in sorted(files)}
     problems = [problem for name in sorted(files) for problem in shard_problems(store, job.location, name, manifest)]

@@ -24,12 +24,14 @@ class Fusion:
 @dataclass(frozen=True, slots=True)
 class Part:
     """One Hugging Face tensor's place: its dimensions permuted, then from row `start` on. With `stacked` the target has
-    a leading expert dimension that the part has not."""
+    a leading expert dimension that the part has not. With `halves` the rows of each head are put in another order:
+    neighbours (2i, 2i+1) become halves [even; odd]."""
 
     name: str
     permute: tuple[int, ...]
     start: int
     stacked: bool
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,14 @@ _FAMILY: dict[str, tuple[Fusion, ...]] = {
 _RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt_oss": (("self_attn.", "attn."), ("model.embed_tokens.", "model.embedding.")),
 }
+# Where Hugging Face rotates neighbours and vLLM halves, so that vLLM reorders rows while it loads (all layers, those
+# without rotary embedding too): Llama4ForCausalLM.permute_qk_weight_for_rotary.
+_HALVES: dict[str, tuple[str, ...]] = {"llama4": ("self_attn.q_proj.weight", "self_attn.k_proj.weight")}
+
+
+def reorders(family: str) -> bool:
+    """Whether canonical rows of a family are in another order than Hugging Face's, so that the head size is needed."""
+    return family in _HALVES
 
 
 def fusions(family: str) -> tuple[Fusion, ...]:
@@ -129,7 +139,7 @@ def fuse(shapes: Mapping[str, tuple[int, ...]], family: str, experts: int = 0) -
                 continue
             parts = [*parts, parts[1]]
         used.update(parts)
-        fused.append(_join(rename(family, fusion.target), parts, shapes, fusion.permute, experts))
+        fused.append(_join(rename(family, fusion.target), parts, shapes, fusion.permute, experts, _HALVES.get(family, ())))
     for name, shape in shapes.items():
         if name not in used:
             order = tuple(range(len(shape)))
@@ -143,6 +153,7 @@ def _join(
     shapes: Mapping[str, tuple[int, ...]],
     permute: tuple[int, ...] | None,
     experts: int,
+    halves: Sequence[str],
 ) -> Fused:
     stacked = EXPERT in parts[0]
     placed: list[Part] = []
@@ -151,7 +162,7 @@ def _join(
     for name in parts:
         order = permute or tuple(range(len(shapes[name])))
         rows = tuple(shapes[name][d] for d in order)
-        placed.append(Part(name, order, start, stacked))
+        placed.append(Part(name, order, start, stacked, name in halves))
         start += rows[0]
     shape = (start, *rows[1:]) if len(parts) > 1 or stacked else rows
     return Fused(target, (experts, *shape) if stacked else shape, tuple(placed))

@@ -5,6 +5,7 @@ with "llama3.1"); llama2, llama3, llama3.3 and mistral rotate halves, as Hugging
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -47,7 +48,15 @@ MIXTRAL = Schema(
 )
 
 # Hugging Face holds Llama 4's experts fused and not transposed: gate_up_proj (expert, embed, [gate, up]).
-_LLAMA4_ATTENTION = (*blocks.PRE_POST_NORMS, *blocks.attention())
+# Both sides rotate neighbours; a head's rows are spelled out as pairs because vLLM's own layout has halves (see fused).
+_LLAMA4_ATTENTION = (
+    *blocks.PRE_POST_NORMS,
+    *(
+        replace(rule, axes=f"embed {axis} (half two) -> ({axis} half two) embed")
+        for rule, axis in zip(blocks.attention()[:2], ("heads", "kv_heads"), strict=True)
+    ),
+    *blocks.attention()[2:],
+)
 _LLAMA4_MOE = (
     blocks.router("Llama4MoEBlock_0.MoeBlock_0.gate", "feed_forward.router"),
     Rule(
@@ -114,6 +123,7 @@ LLAMA4 = Schema(
         "expert": "num_local_experts",
         "expert_ffn": "intermediate_size",
     },
+    derive=blocks.halves,
     stacks=_llama4_stacks,
     top=blocks.top(),
     flags=blocks.tied,
