@@ -15,6 +15,8 @@ from mtx2vllm.converter.convert import convert
 
 pytestmark = pytest.mark.engine
 
+# Without a grace period vLLM kills its engine core at once, and a lease has to expire.
+DUMMY = ("--load-format", "dummy", "--shutdown-timeout", "20")
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [40, 41, 42, 43]]
 
 
@@ -61,7 +63,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """One server through three versions; the tests look at what it said."""
     home = tmp_path_factory.mktemp("serve")
     (home / "root").mkdir()
-    server = ServerProcess(bare_model(home / "model"), home / "root", home / "log", "--load-format", "dummy")
+    server = ServerProcess(bare_model(home / "model"), home / "root", home / "log", *DUMMY)
     told: dict[str, Any] = {}
     server.start()
     try:
