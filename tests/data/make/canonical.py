@@ -6,6 +6,7 @@ One device, TP=1, after `load_weights` and before `process_weights_after_loading
 canonical_digests.json (of `named_parameters()`) and vllm_names.json. The text model of a multimodal config only.
 """
 
+import copy
 import hashlib
 import json
 import sys
@@ -33,11 +34,14 @@ def load(hf: Path) -> Any:
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(MESH_AXIS_NAMES))
     config.quant_config = get_tpu_quantization_config(config, jax.sharding.Mesh(devices, MESH_AXIS_NAMES))
     config.device_config.device = "cpu"
+    # tpu-inference hangs an attribute on the config that vLLM's own replace(), used by multimodal models, stumbles over.
+    plain = copy.copy(config)
+    vars(plain).pop("sharding_config", None)
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
         initialize_model_parallel(1, 1)
         with set_default_torch_dtype(torch.bfloat16), torch.device("cpu"):
-            model = initialize_model(vllm_config=config)
+            model = initialize_model(vllm_config=plain)
         loader = DefaultModelLoader(config.load_config)
         model.load_weights(loader.get_all_weights(config.model_config, model))
     return model
