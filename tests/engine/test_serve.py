@@ -1,6 +1,7 @@
 """`MTX2VLLM_WATCH=ROOT vllm serve MODEL`: the whole way, with nothing but environment and HTTP."""
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,3 +133,57 @@ def test_a_stop_of_the_engine_is_one_of_the_agent(story: dict[str, Any]) -> None
     assert story["left"] == []
     assert not (story["root"] / ".agents/sampler.json").exists()
     assert "Traceback" not in story["log"]
+
+
+@pytest.mark.soak
+def test_with_unready_fail_requests_fail_until_the_first_version(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    model = bare_model(tmp_path / "model")
+    server = ServerProcess(model, tmp_path / "root", tmp_path / "log", *DUMMY, MTX2VLLM_UNREADY="fail")
+    server.start()
+    try:
+        server.wait_for_server()
+        server.wait(lambda: server.agent_page("/healthz")[0] == 200, 60, "the agent")
+        early = Asking(server, PROMPTS[1], 8)
+        early.join(30)
+        assert not early.is_alive()
+        assert early.error is not None
+        assert early.count() == 0
+        assert server.page("/health")[0] == 200
+        publish(tmp_path, 10)
+        server.wait(lambda: server.loaded() == 10, 120, "version 10")
+        assert [s.version for s in Asking(server, PROMPTS[1], 8).spans()] == ["10"]
+        assert server.stop() == 0
+    finally:
+        server.kill()
+
+
+@pytest.mark.soak
+def test_a_server_started_from_a_version_has_it_loaded_and_follows(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    publish(tmp_path, 10)
+    for file in (DATA / "tokenizer").iterdir():
+        shutil.copyfile(file, tmp_path / "root/10" / file.name)
+    server = ServerProcess(
+        tmp_path / "root/10",
+        tmp_path / "root",
+        tmp_path / "log",
+        "--load-format",
+        "mtx2vllm",
+        "--shutdown-timeout",
+        "20",
+    )
+    server.start()
+    try:
+        server.wait_for_server()
+        assert server.loaded() == 10
+        assert json.loads(server.agent_page("/readyz")[1])["reloads"] == 0
+        first = Asking(server, PROMPTS[1], 8).spans()
+        publish(tmp_path, 20)
+        server.wait(lambda: server.loaded() == 20, 120, "version 20")
+        second = Asking(server, PROMPTS[2], 8).spans()
+        assert [s.version for s in first + second] == ["10", "20"]
+        assert server.stop() == 0
+    finally:
+        server.kill()
+    assert differences(first + second, content_of)[0] == []
