@@ -9,6 +9,7 @@ from math import gcd, prod
 from pathlib import Path
 
 import pytest
+from patience import patiently
 
 from mtx2vllm.converter import slabs as slabs_module
 from mtx2vllm.converter import units as units_module
@@ -25,25 +26,14 @@ SIZES = make_checkpoint.Sizes(64, 3, 96, 4, 2, 16, 512, 8, False)
 MESH = {"expert": 4, "fsdp": 2, "tensor": 2}
 
 
-def add_machine(cluster):
-    """Of one core. Ray gives a machine's processes 30 s to start, which a busy test machine may not manage at once."""
-    for attempt in range(6):
-        try:
-            return cluster.add_node(num_cpus=1, include_dashboard=False)
-        except Exception:
-            if attempt == 5:
-                raise
-    raise AssertionError
-
-
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray", reason="the ray extra has wheels up to Python 3.13")
     from ray.cluster_utils import Cluster
 
     made = Cluster()
-    add_machine(made)
-    add_machine(made)
+    for _ in range(2):
+        patiently(lambda: made.add_node(num_cpus=1, include_dashboard=False))
     ray.init(address=made.address, log_to_driver=False)
     yield ray
     ray.shutdown()

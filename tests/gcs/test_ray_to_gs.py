@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patiently
 
 from mtx2vllm.converter import slabs as slabs_module
 from mtx2vllm.converter import units as units_module
@@ -19,7 +20,7 @@ import make_checkpoint
 def ray(bucket):
     """A cluster whose workers know the emulator from their environment."""
     found = pytest.importorskip("ray", reason="the ray extra has wheels up to Python 3.13")
-    found.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    patiently(lambda: found.init(num_cpus=2, include_dashboard=False, log_to_driver=False), found.shutdown)
     yield found
     found.shutdown()
 
