@@ -1,5 +1,6 @@
 """Engine processes of the tests: each scenario runs once, however many tests look at what it reports."""
 
+import atexit
 import json
 import subprocess
 import sys
@@ -19,13 +20,44 @@ def report(family: str, tp: int, expert_parallel: bool, checks: str, settings: s
         AssertionError: the process failed; its last lines are the message.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "engine.scenario", family, "--tp", str(tp), "--checks", checks]
-        command += ["--settings", settings, *(["--expert-parallel"] if expert_parallel else []), str(out)]
-        run = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=1500, check=False)
-        if not out.exists():
-            raise AssertionError(
-                f"{family} TP={tp}: the engine process failed ({run.returncode})\n{run.stderr[-5000:]}"
-            )
+        out, log = Path(folder) / "report.json", Path(folder) / "log"
+        arguments = [family, "--tp", str(tp), "--checks", checks, "--settings", settings, str(out)]
+        status = _fork([*arguments, *(["--expert-parallel"] if expert_parallel else [])], log)
+        if status or not out.exists():
+            said = log.read_text(errors="replace")[-5000:] if log.exists() else ""
+            raise AssertionError(f"{family} TP={tp}: the engine process failed ({status})\n{said}")
         found: dict[str, Any] = json.loads(out.read_text())
         return found
+
+
+def _fork(arguments: list[str], log: Path) -> int:
+    """Run one scenario in a process of its own (see `forks`); its exit status."""
+    parent = _parent()
+    if parent.stdin is None or parent.stdout is None:
+        raise AssertionError("the process that forks engines has no pipes")
+    parent.stdin.write(json.dumps({"arguments": arguments, "log": str(log)}) + "\n")
+    parent.stdin.flush()
+    answer = parent.stdout.readline()
+    if not answer:
+        _parent.cache_clear()
+        raise AssertionError(f"the process that forks engines ended ({parent.wait()})")
+    return int(answer)
+
+
+@cache
+def _parent() -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.forks"],
+        cwd=TESTS,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    atexit.register(_end, process)
+    return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()

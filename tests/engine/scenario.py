@@ -72,7 +72,7 @@ def generated(llm: Any) -> tuple[list[list[int]], list[Any]]:
     return [tokens for tokens, _ in answers], [logprobs for _, logprobs in answers]
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     from . import checks
 
     parser = argparse.ArgumentParser()
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--settings", default="{}", help="more engine arguments, JSON")
     parser.add_argument("--checks", default="exact")
     parser.add_argument("out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     session = open_session(options.family, options.tp, options.expert_parallel, **json.loads(options.settings))
     report = {name: getattr(checks, name)(session) for name in options.checks.split(",")}
     options.out.write_text(json.dumps(report))

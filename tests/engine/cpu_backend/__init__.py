@@ -6,6 +6,7 @@ Weight loading, layout processing, sharding, scheduling and sampling are the eng
 """
 
 import os
+from functools import cache
 
 # Virtual devices and the like must be set before jax starts; a caller's own setting wins.
 _ENVIRONMENT = {
@@ -27,6 +28,7 @@ def set_environment(devices: int) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
+@cache  # once a process, however many ask
 def install(kv_bytes: int = 64 << 20) -> None:
     """Replace the TPU-only parts in this process. `kv_bytes`: memory to pretend free on each device."""
     from . import attention, delta_net, devices, experts, mla

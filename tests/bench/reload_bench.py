@@ -1,0 +1,223 @@
+"""What a hot reload costs a running engine: `python tests/bench/reload_bench.py [--swaps 4] [--modes double,inplace]`
+
+The real engine (vllm-tpu and tpu-inference on a CPU, see tests/engine) serves a stream of requests with a synthetic
+Qwen3 of 1.2 GB, while `load_version` brings in one version after another, converted from synthetic checkpoints. Printed
+for each swap, from one run:
+
+    stage, prepare, pause, total    seconds; staging includes the verification
+    write                           the part of the pause that puts weights in, and its GB/s
+    gap                             the longest time between two steps' tokens, from the load's begin to a second after it
+    rate                            tokens a second while the load was under way (nothing paused), to that before it
+    compiled                        programs compiled inside the pause, and on the engine's thread until a second after
+
+and beside them, measured with the engine idle, the raw copy: the same files mapped, each tensor given to `device_put`.
+On a CPU "device memory" is host memory and the engine's step shares its cores with the staging process.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+SETTLE_S = 1.0
+
+
+@dataclass
+class Stream:
+    """Requests that never end, stepped by this thread; when tokens came, and how many."""
+
+    llm: Any
+    stamps: list[tuple[float, int]] = field(default_factory=list)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    number: int = 0
+
+    def run(self) -> None:
+        from vllm import SamplingParams, TokensPrompt
+
+        engine = self.llm.llm_engine
+        sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+        lengths: dict[str, int] = {}
+        while not self.stopping.is_set():
+            while len(lengths) < 4:
+                self.number += 1
+                engine.add_request(
+                    f"r{self.number}", TokensPrompt(prompt_token_ids=[self.number % 500 + 1] * 16), sampling
+                )
+                lengths[f"r{self.number}"] = 0
+            count = 0
+            for out in engine.step():
+                count += len(out.outputs[0].token_ids) - lengths[out.request_id]
+                lengths[out.request_id] = len(out.outputs[0].token_ids)
+                if out.finished:
+                    del lengths[out.request_id]
+            if count:
+                self.stamps.append((time.monotonic(), count))
+
+    def rate(self, begin: float, end: float) -> float:
+        """Tokens a second."""
+        return sum(n for at, n in self.stamps if begin < at <= end) / max(end - begin, 1e-9)
+
+    def gap(self, begin: float, end: float) -> float:
+        """The longest time without a token that overlaps a span."""
+        times = [at for at, _ in self.stamps]
+        return max((b - a for a, b in pairwise(times) if b >= begin and a <= end), default=0.0)
+
+
+@contextmanager
+def running(llm: Any) -> Iterator[Stream]:
+    stream = Stream(llm)
+    thread = threading.Thread(target=stream.run, name="stream")
+    thread.start()
+    try:
+        yield stream
+    finally:
+        stream.stopping.set()
+        thread.join()
+
+
+def make_versions(root: Path, count: int, layers: int) -> Path:
+    """ROOT/1..count, converted from checkpoints of different seeds; the config's directory."""
+    from make_checkpoint import Sizes, make
+
+    sizes = Sizes(
+        hidden=1024, layers=layers, ffn=4096, heads=16, kv_heads=8, head_dim=128, vocab=65536, experts=0, tied=False
+    )
+    for seed in range(1, count + 1):
+        checkpoint = root.parent / f"checkpoint-{seed}"
+        make(checkpoint, sizes, {"first": 16}, seed=seed)
+        command = [sys.executable, "-c", "from mtx2vllm.converter.cli import main; main()", "convert"]
+        subprocess.run([*command, str(checkpoint), str(root / str(seed))], check=True, capture_output=True)
+    return root.parent / "checkpoint-1"
+
+
+def raw_put(version: Path) -> tuple[float, int]:
+    """Seconds and bytes of mapping a version's shards and copying each tensor to the device."""
+    import jax
+    import numpy as np
+
+    manifest = json.loads((version / "mtx2vllm.json").read_text())
+    begun, total, held = time.monotonic(), 0, []
+    maps = {name: np.memmap(version / name, np.uint8, "r") for name, e in manifest["files"].items() if e["shard"]}
+    for entry in manifest["tensors"].values():
+        nbytes = 2 * int(np.prod(entry["shape"]))
+        held.append(jax.device_put(maps[entry["file"]][entry["offset"] : entry["offset"] + nbytes], may_alias=False))
+        jax.block_until_ready(held[-1])
+        total += nbytes
+    return time.monotonic() - begun, total
+
+
+def watch_pause(engine: Any) -> list[tuple[float, float]]:
+    """When each pause began and ended."""
+    spans: list[tuple[float, float]] = []
+    between = engine._between
+
+    def timed(*args: Any) -> Any:
+        begun = time.monotonic()
+        try:
+            return between(*args)
+        finally:
+            spans.append((begun, time.monotonic()))
+
+    engine._between = timed
+    return spans
+
+
+def watch_compilations() -> list[tuple[float, str]]:
+    """When a program was compiled, and the thread that waited for it."""
+    import jax.monitoring
+
+    seen: list[tuple[float, str]] = []
+
+    def note(name: str, _: float, **__: Any) -> None:
+        if name == COMPILED:
+            seen.append((time.monotonic(), threading.current_thread().name))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return seen
+
+
+def swap(
+    llm: Any, stream: Stream, version: Path, mode: str, compiled: list[tuple[float, str]], spans: Any
+) -> dict[str, Any]:
+    """Load one version while the stream runs; what it cost."""
+    from mtx2vllm.reload import load_version
+
+    begun = time.monotonic()
+    before = stream.rate(begun - 8, begun)
+    report = load_version(llm, str(version), swap=mode)
+    ended = time.monotonic()
+    time.sleep(SETTLE_S + 2 * median(b - a for (a, _), (b, _) in pairwise(stream.stamps)))
+    low, high = spans[-1]
+    seconds = dict(report.seconds)
+    return {
+        "version": report.version, "mode": report.mode, "bytes": report.nbytes, "total": ended - begun,
+        "stage": seconds["verify"] + seconds["stage"], "prepare": seconds["prepare"], "pause": seconds["pause"],
+        "write": report.details["write"], "drain": report.details["drain"], "gap": stream.gap(begun, ended + SETTLE_S),
+        "rate_before": before, "rate_during": stream.rate(begun, low),
+        "compiled_in_pause": sum(low <= at <= high for at, _ in compiled),
+        "compiled_after": sum(low <= at <= ended + SETTLE_S and thread == "stream" for at, thread in compiled),
+    }  # fmt: skip
+
+
+def shown(row: dict[str, Any]) -> str:
+    gb = row["bytes"] / 1e9
+    return (
+        f"{row['mode']:8} {gb:.2f} GB  stage {row['stage']:.2f}  prepare {row['prepare']:.2f}  pause {row['pause']:.3f}  "
+        f"total {row['total']:.2f} s  write {row['write']:.3f} s = {gb / max(row['write'], 1e-9):.1f} GB/s  "
+        f"gap {row['gap']:.2f} s  rate {row['rate_during']:.1f} to {row['rate_before']:.1f} tokens/s  "
+        f"compiled {row['compiled_in_pause']} + {row['compiled_after']}"
+    )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--swaps", type=int, default=3, help="in each mode")
+    parser.add_argument("--modes", default="double,inplace")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "root"
+        config = make_versions(root, 2, options.layers)
+        from engine.start import start
+
+        llm = start(config, load_format="dummy", max_num_seqs=4)
+        from mtx2vllm.reload.engines.tpu_inference import of_llm
+
+        spans, compiled, rows = watch_pause(of_llm(llm)), watch_compilations(), []
+        with running(llm) as stream:
+            while len(stream.stamps) < 40:
+                time.sleep(0.2)
+            steps = [b - a for (a, _), (b, _) in pairwise(stream.stamps[10:])]
+            print(f"a step takes {median(steps):.3f} s", flush=True)
+            for number, mode in enumerate(m for m in options.modes.split(",") for _ in range(options.swaps)):
+                time.sleep(8)
+                rows.append(swap(llm, stream, root / str(number % 2 + 1), mode, compiled, spans))
+                print(shown(rows[-1]), flush=True)
+        raw_put(root / "1")
+        seconds, nbytes = min(raw_put(root / "1") for _ in range(3))
+        print(f"raw mmap -> device_put: {nbytes / 1e9:.2f} GB in {seconds:.3f} s = {nbytes / seconds / 1e9:.1f} GB/s")
+        for mode in options.modes.split(","):
+            pauses = [row["pause"] for row in rows if row["mode"] == mode][1:]
+            if pauses:
+                print(f"{mode}: median pause {median(pauses):.3f} s = {median(pauses) / seconds:.2f} of the raw copy")
+        if options.json:
+            options.json.write_text(json.dumps({"rows": rows, "raw": [seconds, nbytes]}))
+
+
+if __name__ == "__main__":
+    main()
