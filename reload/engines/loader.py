@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mtx2vllm.converter.errors import InputError
 from mtx2vllm.reload.aspire import open_version
 from mtx2vllm.reload.engine import TensorSpec
 from mtx2vllm.reload.engines.layers import ENGINE_BUFFERS, kv_heads, text_prefix
@@ -17,6 +18,7 @@ from mtx2vllm.reload.match import fit
 from mtx2vllm.reload.stage import Options, Stager
 
 LOAD_FORMAT = "mtx2vllm"
+_SHOWN = 3  # names in a sentence
 
 
 def register() -> None:
@@ -40,17 +42,21 @@ def load(model: Any, location: str) -> None:
     """Fill `model` (a vLLM module on the CPU, its weights not yet processed) from a version.
 
     Raises:
-        InputError, StageFailed: the version does not fit, or is damaged; nothing was written.
+        InputError, StageFailed: the version does not fit, is damaged, or leaves tensors without values; nothing was
+        written.
     """
     holders = {name: (tensor, heads) for name, tensor, heads in _loadable(model)}
     text = text_prefix(model)
     specs = {name: _spec(*holder) for name, holder in holders.items()}
+    outside = [name for name in specs if not name.startswith(text)]
     version = open_version(location, 0)
-    fits = fit(
-        version.manifest,
-        {name: spec for name, spec in specs.items() if name.startswith(text)},
-        {name: spec for name, spec in specs.items() if not name.startswith(text)},
-    )
+    fits = fit(version.manifest, {name: spec for name, spec in specs.items() if name.startswith(text)}, outside)
+    if outside:
+        raise InputError(
+            f"{location} holds the text model only, and {len(outside)} tensors of the engine would have no values: "
+            f"{', '.join(outside[:_SHOWN])}{', ...' if len(outside) > _SHOWN else ''}. Start it with --language-model-only, or "
+            "from the full model's Hugging Face directory"
+        )
     stager = Stager(Options())
     try:
         staged = stager.stage(version, fits.targets)
