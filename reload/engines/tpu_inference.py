@@ -30,6 +30,7 @@ class TpuInference:
             Unsupported: its workers, model implementation or layers cannot take canonical weights.
         """
         self.replica_suffix = replica_suffix
+        _refuse_ranks(core)
         self._live = Live(_runner(core))
         self._native = hasattr(self._live.runner.model, "load_canonical_weights")
         text = text_prefix(self._live.model)
@@ -191,6 +192,17 @@ def of_llm(llm: Any) -> TpuInference:
     if engine is None:
         engine = core._mtx2vllm_engine = TpuInference(core)
     return engine
+
+
+def _refuse_ranks(core: Any) -> None:
+    """Ranks in processes of their own would each swap when they come to it. With TPU_MULTIPROCESS_DP=0 tpu-inference keeps
+    all ranks in one core, where a swap is one for all."""
+    parallel = core.vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
+        raise Unsupported(
+            "data-parallel ranks in processes of their own cannot be reloaded together: set TPU_MULTIPROCESS_DP=0, which "
+            "keeps all ranks in one engine core, or run one server for each rank behind a router"
+        )
 
 
 def _runner(core: Any) -> Any:

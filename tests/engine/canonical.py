@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,14 +11,18 @@ from numpy.typing import NDArray
 from mtx2vllm.converter.compare import open_side
 from mtx2vllm.converter.pieces import fold
 
-DATA = Path(__file__).parent.parent / "data"
+from .variants import DATA, VARIANTS, directory
+
 _DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
 
 Tensors = dict[str, NDArray[Any]]
 
 
 def canonical(family: str) -> Tensors:
-    """Every canonical tensor and loaded buffer of `family`'s hf/ directory, each with the digest that vLLM's dump has."""
+    """Every canonical tensor and loaded buffer of `family`'s hf/ directory, each with the digest that vLLM's dump has. Of a
+    variant there is no dump: its names and types are the plan's."""
+    if family in VARIANTS:
+        return _planned(family)
     folder = DATA / family
     digests = json.loads((folder / "canonical_digests.json").read_text())
     buffers = folder / "canonical_buffer_digests.json"
@@ -34,6 +37,18 @@ def canonical(family: str) -> Tensors:
         if hashlib.sha256(values.tobytes()).hexdigest() != entry["sha256"]:
             raise AssertionError(f"{family}: {name} is not what vLLM holds; the oracle and the source disagree")
         tensors[name] = values
+    return tensors
+
+
+def _planned(family: str) -> Tensors:
+    from mtx2vllm.converter.job import plan
+
+    folder = directory(family)
+    side = open_side(str(folder))
+    tensors: Tensors = {}
+    for tensor in plan(str(folder), layout="canonical").tensors:
+        values = side.rows(side.recipes[fold(tensor.name)], 0, tensor.shape[0])
+        tensors[tensor.name] = np.ascontiguousarray(values.astype(tensor.dtype))
     return tensors
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from .canonical import Tensors
 from .scenario import PROMPTS, Session, generated, state_of
+from .variants import directory
 
 
 def exact(session: Session) -> dict[str, Any]:
@@ -17,6 +18,7 @@ def exact(session: Session) -> dict[str, Any]:
     cold = session.cold()
     theirs, expected = state_of(cold), generated(cold)
     return {
+        "plan": _planned(session.family),
         "specs": {name: [list(spec.shape), str(spec.dtype)] for name, spec in specs.items()},
         "canonical": {name: [list(x.shape), str(x.dtype)] for name, x in session.a.items()},
         "untouched": sorted(session.engine.untouched()),
@@ -28,6 +30,14 @@ def exact(session: Session) -> dict[str, Any]:
         "logprobs_equal": tokens[1] == expected[1],
         "distinct_tokens": len({t for answer in tokens[0] for t in answer}),
     }
+
+
+def _planned(family: str) -> dict[str, list[Any]]:
+    """What the converter would write for this model, by its config alone."""
+    from mtx2vllm.converter.job import plan
+
+    tensors = plan(str(directory(family)), layout="canonical").tensors
+    return {tensor.name: [list(tensor.shape), tensor.dtype] for tensor in tensors}
 
 
 def round_trips(session: Session) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .canonical import DATA, Tensors, canonical, other
+from .canonical import Tensors, canonical, other
 from .start import greedy, runner_of, start
+from .variants import directory
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], list(range(20, 60))]
 
@@ -38,7 +39,7 @@ class Session:
 
     def cold(self) -> Any:
         """A second engine, of the same settings, which loaded the Hugging Face directory itself."""
-        return start(DATA / self.family / "hf", family=self.family, **self.arguments)
+        return start(directory(self.family), family=self.family, **self.arguments)
 
 
 Check = Callable[[Session], dict[str, Any]]
@@ -47,7 +48,7 @@ Check = Callable[[Session], dict[str, Any]]
 def open_session(family: str, tp: int, expert_parallel: bool, **more: Any) -> Session:
     """Start `family` with random weights and attach to it."""
     arguments = {"tp": tp, **({"enable_expert_parallel": True} if expert_parallel else {}), **more}
-    llm = start(DATA / family / "hf", family=family, load_format="dummy", **arguments)
+    llm = start(directory(family), family=family, load_format="dummy", **arguments)
     from mtx2vllm.reload.engines.tpu_inference import of_llm
 
     engine = of_llm(llm)
@@ -73,8 +74,9 @@ def generated(llm: Any) -> tuple[list[list[int]], list[Any]]:
 
 
 def main(given: list[str] | None = None) -> None:
-    from . import checks
+    from . import checks, endurance
 
+    known = vars(checks) | vars(endurance)
     parser = argparse.ArgumentParser()
     parser.add_argument("family")
     parser.add_argument("--tp", type=int, default=1)
@@ -83,8 +85,13 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--checks", default="exact")
     parser.add_argument("out", type=Path)
     options = parser.parse_args(given)
-    session = open_session(options.family, options.tp, options.expert_parallel, **json.loads(options.settings))
-    report = {name: getattr(checks, name)(session) for name in options.checks.split(",")}
+    from mtx2vllm.reload.engines.layers import Unsupported
+
+    try:
+        session = open_session(options.family, options.tp, options.expert_parallel, **json.loads(options.settings))
+        report = {name: known[name](session) for name in options.checks.split(",")}
+    except Unsupported as error:
+        report = {"unsupported": error.problems}
     options.out.write_text(json.dumps(report))
 
 

@@ -12,6 +12,8 @@ FAMILY_ARGUMENTS: dict[str, dict[str, Any]] = {
     "gemma4": {"language_model_only": True},
     "gemma4-moe": {"language_model_only": True},
     "qwen3.5-moe": {"language_model_only": True},
+    "qwen3.5-moe-gdn": {"language_model_only": True},
+    "qwen3.5-moe-wide": {"language_model_only": True},
     "deepseek3": {
         "hf_overrides": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         "additional_config": {"sharding": {"sharding_strategy": {"enable_dp_attention": True}}},
@@ -25,8 +27,9 @@ def start(model: str | Path, *, family: str = "", tp: int = 1, load_format: str 
     `arguments` go to LLM and win over the defaults here.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if family == "deepseek3":
-        os.environ["NEW_MODEL_DESIGN"] = "1"
+    chosen = FAMILY_ARGUMENTS.get(family, {}) | arguments
+    if chosen.get("additional_config"):
+        os.environ["NEW_MODEL_DESIGN"] = "1"  # which attention data parallelism demands
     cpu_backend.set_environment(tp)
     cpu_backend.install()
     from vllm import LLM
@@ -43,7 +46,7 @@ def start(model: str | Path, *, family: str = "", tp: int = 1, load_format: str 
         "skip_tokenizer_init": True,
         "seed": 0,
     }
-    return LLM(str(model), **defaults | FAMILY_ARGUMENTS.get(family, {}) | arguments)
+    return LLM(str(model), **defaults | chosen)
 
 
 def runner_of(llm: Any) -> Any:

@@ -8,7 +8,7 @@ from engine.processes import report
 
 pytestmark = pytest.mark.engine
 
-CHECKS = "round_trips,partial,refusals,device_memory,faults_sampled,in_flight,concurrent,native"
+CHECKS = "round_trips,partial,refusals,device_memory,faults_sampled,in_flight,concurrent,misfits,reloads,native"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,32 @@ def test_what_does_not_fit_is_refused_by_name(qwen3: dict[str, Any]) -> None:
     assert all(message.startswith("SwapFailed: ") for message in found["messages"].values())
     assert found["first"] in found["messages"]["shape"]
     assert "no.such.tensor" in found["messages"]["unknown"]
+
+
+def test_a_version_of_another_model_is_refused_whole(qwen3: dict[str, Any]) -> None:
+    found = qwen3["misfits"]
+    assert found["unchanged"] and found["version"]
+    assert set(found["messages"]) == {"smaller", "another", "part", "wider"}
+    assert all(message.startswith("LoadFailed: ") and "misfit" in message for message in found["messages"].values())
+    assert "26 tensors have another shape or type" in found["messages"]["smaller"]
+
+
+def check_memory(found: dict[str, Any], count: int) -> None:
+    assert found["reloads"] == count
+    assert found["states"] == [1, 1]  # each version is the same state every time
+    settled, last = found["arrays"]
+    assert settled == last
+    assert found["grown"] < 64 << 20
+
+
+def test_reloads_do_not_pile_up(qwen3: dict[str, Any]) -> None:
+    check_memory(qwen3["reloads"], 10)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_fifty_reloads_do_not_pile_up(family: str) -> None:
+    check_memory(report(family, 1, False, "reloads_50")["reloads_50"], 50)
 
 
 def test_in_place_needs_no_more_device_memory_than_a_layer(qwen3: dict[str, Any]) -> None:

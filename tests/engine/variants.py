@@ -1,0 +1,43 @@
+"""Models of sizes that no fixture has, made for a test: a fixture's config with other numbers, and random weights under
+Hugging Face's names. There is no dump of vLLM's for them: a cold start of the same directory is the oracle.
+"""
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+DATA = Path(__file__).parent.parent / "data"
+
+# name -> (fixture, changes of its text model's config)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # As many linear key heads as TP=4 needs; the fixtures have two.
+    "qwen3.5-moe-wide": ("qwen3.5-moe", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    "qwen3-next-wide": ("qwen3-next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+}
+
+
+@cache
+def directory(family: str) -> Path:
+    """The Hugging Face directory of a fixture, or of a variant, made now."""
+    if family not in VARIANTS:
+        return DATA / family / "hf"
+    from mtx2vllm.converter.job import plan
+
+    fixture, changes = VARIANTS[family]
+    config = json.loads((DATA / fixture / "hf" / "config.json").read_text())
+    config.get("text_config", config).update(changes)
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
+    draw = np.random.default_rng(0)
+    tensors = {
+        tensor.name: (0.05 * draw.standard_normal(tensor.shape, np.float32)).astype(ml_dtypes.bfloat16)
+        for tensor in plan(config, layout="hf").tensors
+    }
+    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
