@@ -148,7 +148,7 @@ def validate(
     _check_against(against)
     from mtx2vllm.reload.engines import trial
 
-    with _config_of(version) as model:
+    with _config_of(version) as model, trial.stdout_to_stderr():
         tokenizer = _has_tokenizer(model)
         if isinstance(asked, str) and not tokenizer and "--tokenizer" not in {w.partition("=")[0] for w in engine_args}:
             raise InputError(

@@ -1,7 +1,4 @@
-"""A vLLM engine of this process for one trial: started, filled, asked, and taken down again.
-
-Everything that the engine prints goes to stderr; stdout belongs to whoever called.
-"""
+"""A vLLM engine of this process for one trial: started, filled, asked, and taken down again."""
 
 import contextlib
 import gc
@@ -106,7 +103,7 @@ def start(model: str, load_format: str, engine_args: Sequence[str], *, tokenizer
             "mtx2vllm[engine] (Python 3.12, Linux x86-64)"
         )
     begun = time.monotonic()
-    with contextlib.redirect_stdout(sys.stderr), _environment():
+    with _environment():
         arguments = _parse(model, load_format, engine_args, tokenizer=tokenizer)
         try:
             from vllm import LLM
@@ -117,6 +114,20 @@ def start(model: str, load_format: str, engine_args: Sequence[str], *, tokenizer
                 f"the engine does not start on {model}: {_first_line(error)} (engine arguments go behind --)"
             ) from error
     return Trial(llm, time.monotonic() - begun)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Whatever is printed in here goes to stderr, what C++ prints included."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextlib.contextmanager
@@ -155,8 +166,8 @@ def _parse(model: str, load_format: str, engine_args: Sequence[str], *, tokenize
 
 
 def _first_line(error: Exception) -> str:
-    """The heart of what vLLM says; pydantic's head and the traceback's rest help nobody."""
+    """The heart of what vLLM says: one line, or of a pydantic error the field and what is wrong with it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and "validation error" in lines[0]:
-        lines = lines[1:]
+    if len(lines) > 2 and "validation error" in lines[0]:
+        lines = [f"{lines[1]}: {lines[2].partition(' [type=')[0]}"]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
