@@ -36,6 +36,7 @@ def register() -> None:
 
 
 def _follow(settings: Settings) -> None:
+    _speak()
     from vllm.v1.engine import core, core_client
     from vllm.v1.executor import uniproc_executor
 
@@ -43,6 +44,15 @@ def _follow(settings: Settings) -> None:
         _wrap(kind, "run_busy_loop", functools.partial(_loop_with_agent, settings=settings))
     _wrap(core_client.InprocClient, "__init__", functools.partial(_client_with_agent, settings=settings))
     _wrap(uniproc_executor.UniProcExecutor, "_init_executor", _bind_before_compiling)
+
+
+def _speak() -> None:
+    """vLLM sets up its own logger and no other: without this, what the agent says of each reload would be lost."""
+    ours, theirs = logging.getLogger("mtx2vllm"), logging.getLogger("vllm")
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.getEffectiveLevel())
+    if not ours.hasHandlers():
+        ours.handlers = list(theirs.handlers)
 
 
 def _wrap(kind: type, name: str, around: Callable[..., Any]) -> None:

@@ -125,6 +125,7 @@ def test_metrics_and_the_lease_say_what_is_served(story: dict[str, Any]) -> None
     assert "mtx2vllm:loaded_version 30.0" in lines
     assert "mtx2vllm:ready 1.0" in lines
     assert "mtx2vllm:reload_pause_seconds_count 3.0" in lines
+    assert story["log"].count("loaded version ") == 3  # with each phase's seconds
     assert (story["lease"]["loaded"], story["lease"]["state"], story["lease"]["error"]) == (30, "serving", None)
 
 
