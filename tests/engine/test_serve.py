@@ -104,6 +104,8 @@ def test_no_request_is_answered_before_the_first_version(story: dict[str, Any]) 
 
 def test_a_request_in_flight_goes_through_three_versions(story: dict[str, Any]) -> None:
     spans = story["long"]
+    for s in spans:
+        print(f"version {s.version}: {len(s.tokens)} tokens after {len(s.before)}, begins {list(s.tokens[:5])}")
     assert [s.version for s in spans] == ["10", "20", "30"]
     assert sum(len(s.tokens) for s in spans) == 480
     assert [s.version for s in story["after"]] == ["30"]
