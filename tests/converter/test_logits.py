@@ -15,13 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 RIGHT, WRONG = 1e-5, 1e-2  # relative root mean square; measured: right about 4e-7, wrong about 9e-2
 
 
-def _distance(family: str, out: Path, rope: str | None = None) -> float:
+def _distance(family: str, out: Path, rope: str | None = None, config: str = "hf", file: str = "logits") -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
     checkpoint = next(p for name in ("scanned", "unscanned") if (p := DATA / family / name).is_dir())
-    convert(str(checkpoint), str(out), hf_config=str(DATA / family / "hf"), layout="hf", dtype="float32", rope=rope)
-    stored = np.load(DATA / family / "logits.npz")
+    convert(str(checkpoint), str(out), hf_config=str(DATA / family / config), layout="hf", dtype="float32", rope=rope)
+    stored = np.load(DATA / family / f"{file}.npz")
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         logits: NDArray[np.float32] = model(torch.tensor(stored["tokens"], dtype=torch.long)).logits.numpy()
@@ -38,8 +38,14 @@ def test_the_traps_are_all_there() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_maxtexts_logits_come_back(family: str, tmp_path: Path) -> None:
-    rope = "half" if family == "llama3.3" else None  # its config says llama3, as llama3.1's does
-    assert _distance(family, tmp_path, rope) < RIGHT
+    assert _distance(family, tmp_path) < RIGHT
+
+
+def test_one_checkpoint_in_the_other_convention(tmp_path: Path) -> None:
+    """MaxText with rope_type=llama3.1 reads the same llama3.3 weights as interleaved, and scales the frequencies."""
+    config, file = "hf_rope_llama3.1", "logits_rope_llama3.1"
+    assert _distance("llama3.3", tmp_path / "1", None, config, file) < RIGHT  # the default for rope_type llama3
+    assert _distance("llama3.3", tmp_path / "2", "half", config, file) > WRONG
 
 
 @pytest.mark.parametrize("family", ["llama2", "mistral"])
