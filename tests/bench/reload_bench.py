@@ -6,8 +6,9 @@ for each swap, from one run:
 
     stage, prepare, pause, total    seconds; staging includes the verification
     write                           the part of the pause that puts weights in, and its GB/s
-    gap                             the longest time between two steps' tokens, from the load's begin to a second after it
-    rate                            tokens a second while the load was under way (nothing paused), to that before it
+    gap                             the longest time between two steps' tokens while staging, while preparing, and around
+                                    the pause until a second after it; beside it the longest in the 8 s before
+    rate                            tokens a second while staging and while preparing; beside it the rate before
     compiled                        programs compiled inside the pause, and on the engine's thread until a second after
 
 and beside them, measured with the engine idle, the raw copy: the same files mapped, each tensor given to `device_put`.
@@ -119,19 +120,24 @@ def raw_put(version: Path) -> tuple[float, int]:
     return time.monotonic() - begun, total
 
 
-def watch_pause(engine: Any) -> list[tuple[float, float]]:
-    """When each pause began and ended."""
-    spans: list[tuple[float, float]] = []
-    between = engine._between
+def watch_swaps(engine: Any) -> list[tuple[float, float, float]]:
+    """When each swap was handed to the engine, and when its pause began and ended."""
+    spans: list[tuple[float, float, float]] = []
+    handed: list[float] = []
+    between, swap_ = engine._between, engine.swap
+
+    def swap(change: Any) -> Any:
+        handed.append(time.monotonic())
+        return swap_(change)
 
     def timed(*args: Any) -> Any:
         begun = time.monotonic()
         try:
             return between(*args)
         finally:
-            spans.append((begun, time.monotonic()))
+            spans.append((handed[-1], begun, time.monotonic()))
 
-    engine._between = timed
+    engine.swap, engine._between = swap, timed
     return spans
 
 
@@ -156,17 +162,18 @@ def swap(
     from mtx2vllm.reload import load_version
 
     begun = time.monotonic()
-    before = stream.rate(begun - 8, begun)
     report = load_version(llm, str(version), swap=mode)
     ended = time.monotonic()
     time.sleep(SETTLE_S + 2 * median(b - a for (a, _), (b, _) in pairwise(stream.stamps)))
-    low, high = spans[-1]
+    handed, low, high = spans[-1]
     seconds = dict(report.seconds)
     return {
         "version": report.version, "mode": report.mode, "bytes": report.nbytes, "total": ended - begun,
         "stage": seconds["verify"] + seconds["stage"], "prepare": seconds["prepare"], "pause": seconds["pause"],
-        "write": report.details["write"], "drain": report.details["drain"], "gap": stream.gap(begun, ended + SETTLE_S),
-        "rate_before": before, "rate_during": stream.rate(begun, low),
+        "write": report.details["write"], "drain": report.details["drain"],
+        "gaps": [stream.gap(begun, handed), stream.gap(handed, low), stream.gap(low, high + SETTLE_S)],
+        "gap_before": stream.gap(begun - 8, begun), "rate_before": stream.rate(begun - 8, begun),
+        "rates": [stream.rate(begun, handed), stream.rate(handed, low)],
         "compiled_in_pause": sum(low <= at <= high for at, _ in compiled),
         "compiled_after": sum(low <= at <= ended + SETTLE_S and thread == "stream" for at, thread in compiled),
     }  # fmt: skip
@@ -177,7 +184,8 @@ def shown(row: dict[str, Any]) -> str:
     return (
         f"{row['mode']:8} {gb:.2f} GB  stage {row['stage']:.2f}  prepare {row['prepare']:.2f}  pause {row['pause']:.3f}  "
         f"total {row['total']:.2f} s  write {row['write']:.3f} s = {gb / max(row['write'], 1e-9):.1f} GB/s  "
-        f"gap {row['gap']:.2f} s  rate {row['rate_during']:.1f} to {row['rate_before']:.1f} tokens/s  "
+        f"gaps {', '.join(f'{gap:.2f}' for gap in row['gaps'])} s ({row['gap_before']:.2f})  "
+        f"rates {', '.join(f'{rate:.1f}' for rate in row['rates'])} ({row['rate_before']:.1f}) tokens/s  "
         f"compiled {row['compiled_in_pause']} + {row['compiled_after']}"
     )
 
@@ -198,7 +206,7 @@ def main() -> None:
         llm = start(config, load_format="dummy", max_num_seqs=4)
         from mtx2vllm.reload.engines.tpu_inference import of_llm
 
-        spans, compiled, rows = watch_pause(of_llm(llm)), watch_compilations(), []
+        spans, compiled, rows = watch_swaps(of_llm(llm)), watch_compilations(), []
         with running(llm) as stream:
             while len(stream.stamps) < 40:
                 time.sleep(0.2)

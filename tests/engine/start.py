@@ -11,6 +11,8 @@ FAMILY_ARGUMENTS: dict[str, dict[str, Any]] = {
     "gemma3": {"language_model_only": True},
     "gemma4": {"language_model_only": True},
     "gemma4-moe": {"language_model_only": True},
+    "gemma4-pages": {"language_model_only": True},
+    "gemma4-moe-pages": {"language_model_only": True},
     "qwen3.5-moe": {"language_model_only": True},
     "qwen3.5-moe-gdn": {"language_model_only": True},
     "qwen3.5-moe-wide": {"language_model_only": True},

@@ -14,10 +14,15 @@ from safetensors.numpy import save_file
 
 DATA = Path(__file__).parent.parent / "data"
 
+_PAGES = {"per_layer_config": {layer: {"head_dim": 32, "num_key_value_heads": 2} for layer in ("05", "11")}}
 # name -> (fixture, changes of its text model's config)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # As many linear key heads as TP=4 needs; the fixtures have two.
     "qwen3.5-moe-wide": ("qwen3.5-moe", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    # Pages of one size in both kinds of layers: others make vLLM's unify_kv_cache_spec_page_size stop with an assertion,
+    # because it scales the block of tpu-inference's specs and not the page that they were padded to.
+    "gemma4-pages": ("gemma4", _PAGES),
+    "gemma4-moe-pages": ("gemma4-moe", _PAGES),
     "qwen3-next-wide": ("qwen3-next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
 }
 
@@ -34,10 +39,10 @@ def directory(family: str) -> Path:
     config.get("text_config", config).update(changes)
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     draw = np.random.default_rng(0)
-    tensors = {
-        tensor.name: (0.05 * draw.standard_normal(tensor.shape, np.float32)).astype(ml_dtypes.bfloat16)
-        for tensor in plan(config, layout="hf").tensors
-    }
+    tensors = {}
+    for tensor in plan(config, layout="hf").tensors:
+        values = 0.05 * draw.standard_normal(tensor.shape, np.float32)
+        tensors[tensor.name] = (values + 1 if len(tensor.shape) == 1 else values).astype(ml_dtypes.bfloat16)
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
