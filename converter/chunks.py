@@ -149,9 +149,9 @@ def landings(move: Move, piece: Piece, rows: Range) -> list[Landing]:
         found.append(
             Landing(
                 (slice(low, low + (count - 1) * step + 1, step), *others),
-                tuple([*(r[1] - r[0] for r in box), *(move.extent(a) for a in inner)]),
-                tuple([*at, *(slice(*piece.ranges[a]) for a in inner)]),
-                tuple([*taken, *(slice(0, piece.ranges[a][1] - piece.ranges[a][0]) for a in inner)]),
+                (*(r[1] - r[0] for r in box), *(move.extent(a) for a in inner)),
+                (*at, *(slice(*piece.ranges[a]) for a in inner)),
+                (*taken, *(slice(0, piece.ranges[a][1] - piece.ranges[a][0]) for a in inner)),
             )
         )
     return found

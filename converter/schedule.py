@@ -26,9 +26,7 @@ from mtx2vllm.converter.slabs import part as part_of
 
 How = Literal["gather", "stream", "spill"]
 CHUNKS = 3  # so many of the largest chunks keep two cores decoding while one is being scattered
-DECODING = (
-    2  # so many of them TensorStore holds besides; a part of the budget is left for them, not more than an eighth
-)
+DECODING = 4  # so many of them TensorStore holds besides; at most a sixth of the budget is left for that
 RUNS = 3  # up to so many runs of a reread; beyond that spilling is faster
 JOIN = 1 / 16  # slabs of the same tensors are joined up to this part of the ring
 
@@ -66,7 +64,7 @@ class Schedule:
 
     @property
     def memory(self) -> int:
-        """Of both rings. TensorStore holds about three more of the largest chunks while it decodes."""
+        """Of both rings. TensorStore holds about four more of the largest chunks while it decodes."""
         return self.chunk_ring + self.part_ring
 
 
@@ -128,7 +126,7 @@ def _rings(plan: Plan, budget: int) -> tuple[int, int]:
     if largest + 2 * row > budget:
         raise InputError(_too_small(plan, budget, largest + 2 * row))
     chunks = max(largest, min(CHUNKS * largest, budget // 2, budget - 2 * row))
-    decoding = min(DECODING * largest, budget // 8, budget - chunks - 2 * row)
+    decoding = min(DECODING * largest, budget // 6, budget - chunks - 2 * row)
     total = sum(aligned(t.nbytes) for t in plan.tensors)
     return chunks, min(budget - chunks - decoding, 2 * total + ALIGNMENT)
 
