@@ -158,9 +158,7 @@ def prune(location: str, keep: int, dry_run: bool = False, clock: Clock = time.t
     return Pruned(location, dry_run, tuple(removed), kept, freed)
 
 
-def _reason(
-    store: Store, location: str, step: int, stat: Stat | None, rank: tuple[int, int], now: float
-) -> str | None:
+def _reason(store: Store, location: str, step: int, stat: Stat | None, rank: tuple[int, int], now: float) -> str | None:
     """Why a version stays, None where nothing speaks for it. Pin and leases are read for each version anew: they may
     have changed while the one before was being deleted."""
     complete, keep = rank

@@ -199,7 +199,9 @@ class ReloadAgent:
         self.metrics.look_failures.inc()
         self._look_failures += 1
         self._replica.note(f"{self.root} cannot be read: {error}")
-        return float(min(self.settings.poll * 2.0 ** min(self._look_failures, 10), max(_LOOK_BACKOFF_S, self.settings.poll)))
+        return float(
+            min(self.settings.poll * 2.0 ** min(self._look_failures, 10), max(_LOOK_BACKOFF_S, self.settings.poll))
+        )
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -112,7 +112,9 @@ def _target(name: str, folded: str, recipe: Recipe, spec: TensorSpec, manifest: 
     # vLLM's own loader casts what a Hugging Face file holds to the model's type; canonical files are past that.
     castable = manifest.layout == "hf" and {dtype, recipe.dtype} <= _FLOATS
     if dtype is None or tuple(spec.shape) != recipe.shape or (dtype != recipe.dtype and not castable):
-        return f"{name} is {recipe.dtype} {list(recipe.shape)}, the engine wants {dtype or spec.dtype} {list(spec.shape)}"
+        return (
+            f"{name} is {recipe.dtype} {list(recipe.shape)}, the engine wants {dtype or spec.dtype} {list(spec.shape)}"
+        )
     return Target(name, folded, recipe, dtype, _key(recipe, dtype, manifest))
 
 

@@ -128,9 +128,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Settings | Non
     given = {key: value for key, value in environ.items() if key.startswith(PREFIX) and value != ""}
     values = {key.removeprefix(PREFIX).lower(): value for key, value in given.items()}
     known = set(Settings.model_fields)
-    problems = [
-        _unknown(key, known) for key in given if key.removeprefix(PREFIX).lower() not in known | _ELSEWHERE
-    ]
+    problems = [_unknown(key, known) for key in given if key.removeprefix(PREFIX).lower() not in known | _ELSEWHERE]
     try:
         settings = Settings.model_validate({key: value for key, value in values.items() if key in known})
     except ValidationError as error:

@@ -139,7 +139,9 @@ def fuse(shapes: Mapping[str, tuple[int, ...]], family: str, experts: int = 0) -
                 continue
             parts = [*parts, parts[1]]
         used.update(parts)
-        fused.append(_join(rename(family, fusion.target), parts, shapes, fusion.permute, experts, _HALVES.get(family, ())))
+        fused.append(
+            _join(rename(family, fusion.target), parts, shapes, fusion.permute, experts, _HALVES.get(family, ()))
+        )
     for name, shape in shapes.items():
         if name not in used:
             order = tuple(range(len(shape)))

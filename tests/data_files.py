@@ -37,7 +37,8 @@ def arrays(path: Path) -> dict[str, NDArray[Any]]:
 def digests(path: Path) -> dict[str, dict[str, Any]]:
     """name -> {dtype, shape, sha256}, as the oracle files of tests/data hold them."""
     return {
-        n: {"dtype": d, "shape": list(s), "sha256": hashlib.sha256(b).hexdigest()} for n, (d, s, b) in raw_tensors(path).items()
+        n: {"dtype": d, "shape": list(s), "sha256": hashlib.sha256(b).hexdigest()}
+        for n, (d, s, b) in raw_tensors(path).items()
     }
 
 

@@ -97,7 +97,8 @@ def test_all_contradictions_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"layout": "gguf"}, {"dtype": "int8"}, {"rope": "x"}, {"workers": 0}, {"max_shard_size": 1.5}, {"step": "3"}]
+    "chosen",
+    [{"layout": "gguf"}, {"dtype": "int8"}, {"rope": "x"}, {"workers": 0}, {"max_shard_size": 1.5}, {"step": "3"}],
 )
 def test_the_same_from_python(chosen: dict[str, object], tmp_path: Path) -> None:
     from mtx2vllm.converter.errors import UsageError
@@ -160,7 +161,9 @@ def test_plan_lists_on_demand() -> None:
     unscanned = json.loads(CliRunner().invoke(main, ["plan", "--hf-config", CONFIG, "--json", "--unscanned"]).stdout)
     assert unscanned["leaves"] == 35
     assert (unscanned["tensors"], unscanned["bytes"]) == (26, brief["bytes"])
-    assert "model.layers.*.self_attn.qkv_proj.weight" in CliRunner().invoke(main, ["plan", "--hf-config", CONFIG]).stdout
+    assert (
+        "model.layers.*.self_attn.qkv_proj.weight" in CliRunner().invoke(main, ["plan", "--hf-config", CONFIG]).stdout
+    )
 
 
 def test_inspect(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def test_square_llama_of_any_head(tmp_path: Path, dim: int, heads: int, kv: int,
         at = f"model.layers.{n}."
         np.testing.assert_array_equal(canonical[f"{at}self_attn.qkv_proj.weight"], np.concatenate([q, k, v]))
         np.testing.assert_array_equal(
-            canonical[f"{at}mlp.gate_up_proj.weight"], np.concatenate([expected["mlp.gate_proj"], expected["mlp.up_proj"]])
+            canonical[f"{at}mlp.gate_up_proj.weight"],
+            np.concatenate([expected["mlp.gate_proj"], expected["mlp.up_proj"]]),
         )
         np.testing.assert_array_equal(canonical[f"{at}self_attn.o_proj.weight"], expected["self_attn.o_proj"])
     np.testing.assert_array_equal(hf["lm_head.weight"], found[f"{P}logits_dense.kernel"].T)
@@ -164,7 +165,9 @@ def test_one_rounding_at_the_end(tmp_path: Path) -> None:
     written = raw_tensors(tmp_path / "out")
     for n in range(2):
         q = found[f"{P}layers.self_attention.query.kernel"][:, n].reshape(12, 24).T
-        scaled = (q.astype(np.float64) * np.float64(np.float32(np.sqrt(6)))).astype(np.float32)  # exact product, rounded to f32
+        scaled = (q.astype(np.float64) * np.float64(np.float32(np.sqrt(6)))).astype(
+            np.float32
+        )  # exact product, rounded to f32
         assert written[f"model.layers.{n}.self_attn.q_proj.weight"][2] == nearest_even(scaled).tobytes()
         up = found[f"{P}layers.mlp.wi_1.kernel"][:, n].T
         assert written[f"model.layers.{n}.mlp.up_proj.weight"][2] == nearest_even(np.ascontiguousarray(up)).tobytes()
@@ -177,7 +180,9 @@ def test_bf16_to_float32_leaves_products_unrounded(tmp_path: Path) -> None:
     step = write_step(tmp_path / "0", found)
     convert(str(step), str(tmp_path / "out"), hf_config=str(llama(tmp_path, *sizes)), layout="hf", dtype="float32")
     written = arrays(tmp_path / "out")
-    q = found[f"{P}layers.self_attention.query.kernel"][:, 0].reshape(12, 24).T.astype(np.float32) * np.float32(np.sqrt(6))
+    q = found[f"{P}layers.self_attention.query.kernel"][:, 0].reshape(12, 24).T.astype(np.float32) * np.float32(
+        np.sqrt(6)
+    )
     assert written["model.layers.0.self_attn.q_proj.weight"].tobytes() == np.ascontiguousarray(q).tobytes()
     assert len(np.unique(q.view(np.uint32) & 0xFFFF)) > 1, "the products need more bits than bf16 has"
     norm = found[f"{P}decoder_norm.scale"].astype(np.float32)

@@ -85,7 +85,15 @@ def config(tmp_path: Path, family: str = "qwen3", **changes: Any) -> Path:
 
 
 def test_exit_statuses_are_the_documented_ones() -> None:
-    expected = {Mtx2vllmError: 1, UsageError: 2, InputError: 3, NotCommitted: 3, LostRace: 3, StorageError: 3, DifferenceError: 4}
+    expected = {
+        Mtx2vllmError: 1,
+        UsageError: 2,
+        InputError: 3,
+        NotCommitted: 3,
+        LostRace: 3,
+        StorageError: 3,
+        DifferenceError: 4,
+    }
     assert {kind: kind.exit_status for kind in expected} == expected
 
 
@@ -142,8 +150,12 @@ def test_the_newest_step_by_number_among_everything_that_orbax_leaves(copy: Path
     (copy / "12").touch()
     assert convert(str(copy), str(tmp_path / "out"), hf_config=QWEN3).step == 10
     assert convert(str(copy), str(tmp_path / "nine"), hf_config=QWEN3, step=9).step == 9
-    assert "no committed step 3; its newest are 9, 10" in fails(3, "convert", copy, tmp_path / "o", "--step", 3, "--hf-config", QWEN3)
-    assert "is step 9, not step 10" in fails(3, "convert", copy / "9", tmp_path / "o", "--step", 10, "--hf-config", QWEN3)
+    assert "no committed step 3; its newest are 9, 10" in fails(
+        3, "convert", copy, tmp_path / "o", "--step", 3, "--hf-config", QWEN3
+    )
+    assert "is step 9, not step 10" in fails(
+        3, "convert", copy / "9", tmp_path / "o", "--step", 10, "--hf-config", QWEN3
+    )
 
 
 def test_every_way_to_name_a_step(copy: Path, tmp_path: Path) -> None:
@@ -337,7 +349,9 @@ def test_lora_adapters_are_not_weights(tmp_path: Path) -> None:
 
 
 def test_no_parameters_at_all(tmp_path: Path) -> None:
-    step = write_step(tmp_path / "run" / "0", {"step": np.zeros((), np.int64), "opt_state.0.count": np.zeros((), np.int32)})
+    step = write_step(
+        tmp_path / "run" / "0", {"step": np.zeros((), np.int64), "opt_state.0.count": np.zeros((), np.int32)}
+    )
     assert "holds no parameters" in fails(3, "convert", step, tmp_path / "out", "--hf-config", QWEN3)
 
 
@@ -416,7 +430,12 @@ def test_impossible_sizes_are_named(tmp_path: Path, key: str, value: object) -> 
 def test_all_bad_keys_at_once(tmp_path: Path) -> None:
     path = config(tmp_path, hidden_size=0, vocab_size="x", attention_bias=True, num_hidden_layers=None)
     said = fails(3, "plan", "--hf-config", path)
-    for words in ("hidden_size is 0", "vocab_size is 'x'", "num_hidden_layers is missing", "attention_bias=True is not supported"):
+    for words in (
+        "hidden_size is 0",
+        "vocab_size is 'x'",
+        "num_hidden_layers is missing",
+        "attention_bias=True is not supported",
+    ):
         assert words in said
 
 
@@ -457,7 +476,13 @@ def test_a_missing_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "words"),
-    [("llama3.1", "llama"), ("gemma2", "gemma2"), ("qwen3.5-moe", "qwen3_5_moe"), ("gemma4", "gemma4"), ("deepseek3", "deepseek")],
+    [
+        ("llama3.1", "llama"),
+        ("gemma2", "gemma2"),
+        ("qwen3.5-moe", "qwen3_5_moe"),
+        ("gemma4", "gemma4"),
+        ("deepseek3", "deepseek"),
+    ],
 )
 def test_an_ambiguous_family_without_config_names_the_option(family: str, words: str, tmp_path: Path) -> None:
     run_dir = shutil.copytree(DATA / family / "scanned", tmp_path / "a/b/c/d/e/run")
@@ -475,7 +500,9 @@ def mutations(rng: random.Random, content: dict[str, Any]) -> dict[str, Any]:
     ]  # fmt: skip
     body = content.get("text_config", content) if rng.random() < 0.7 else content
     for _ in range(rng.choice([1, 1, 2, 4])):
-        key = rng.choice([*body, "architectures", "text_config", "layer_types", "rope_scaling", "per_layer_config", "model_type"])
+        key = rng.choice(
+            [*body, "architectures", "text_config", "layer_types", "rope_scaling", "per_layer_config", "model_type"]
+        )
         body.pop(key, None) if rng.random() < 0.2 else body.update({key: rng.choice(odd)})
     return content
 

@@ -68,7 +68,9 @@ def test_a_relative_path_finds_a_config_above_the_working_directory(
     assert any(str(run.parent) in note for note in convert(".", str(tmp_path / "out"), layout="hf").notes)
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen2.5-7b", "olmo3-32b", "gpt-oss-120b", "gemma3-27b", "mixtral-8x22b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen2.5-7b", "olmo3-32b", "gpt-oss-120b", "gemma3-27b", "mixtral-8x22b"]
+)
 @pytest.mark.parametrize("scanned", [True, False])
 def test_sizes_of_public_models_come_back(name: str, scanned: bool) -> None:
     config = json.loads((DATA / "configs" / f"{name}.json").read_text())

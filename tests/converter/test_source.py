@@ -40,7 +40,11 @@ def test_wrappers_are_stripped(key: str, path: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(["params", "base", "value", "decoder", "0", "17", "kernel", "layers"]), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.sampled_from(["params", "base", "value", "decoder", "0", "17", "kernel", "layers"]), min_size=1, max_size=8
+    )
+)
 def test_a_normalized_key_is_normal(key: list[str]) -> None:
     once = normalize(tuple(key))
     if once and not once.endswith("value"):
@@ -80,7 +84,11 @@ def test_what_is_no_weight_is_dropped_with_a_reason() -> None:
     assert "step counter" in reasons["step"]
     kept = {leaf.key for leaf in found.leaves.values()}
     everything = json.loads((Path(found.items) / "_METADATA").read_text())["tree_metadata"].values()
-    keys = {tuple(str(k["key"]) for k in e["key_metadata"]) for e in everything if not e["value_metadata"]["skip_deserialize"]}
+    keys = {
+        tuple(str(k["key"]) for k in e["key_metadata"])
+        for e in everything
+        if not e["value_metadata"]["skip_deserialize"]
+    }
     for key in keys:  # every array of the tree is kept or named
         assert ".".join(key) in kept or key[0] in reasons or ".".join(key) in reasons
 
@@ -121,7 +129,9 @@ def test_every_wrapper_in_every_storage(tmp_path: Path, wrapper: str, zarr3: boo
 
 @pytest.mark.parametrize("scan", ["scanned", "unscanned"])
 @pytest.mark.parametrize("said", [{"scan_layers": True}, {"scan_layers": False}, {}, {"scan_layers": "?"}])
-def test_scanned_or_not_is_told_by_the_tree_whatever_the_metadata_say(tmp_path: Path, scan: str, said: dict[str, Any]) -> None:
+def test_scanned_or_not_is_told_by_the_tree_whatever_the_metadata_say(
+    tmp_path: Path, scan: str, said: dict[str, Any]
+) -> None:
     step = write_step(tmp_path / "0", read_step(DATA / "qwen3" / scan / "0"), custom=said)
     convert(str(step), str(tmp_path / "out"), hf_config=str(DATA / "qwen3/hf"), layout="hf")
     assert raw_tensors(tmp_path / "out") == raw_tensors(DATA / "qwen3/hf")
@@ -130,7 +140,9 @@ def test_scanned_or_not_is_told_by_the_tree_whatever_the_metadata_say(tmp_path: 
 def test_chunks_of_any_shape_hold_the_same(tmp_path: Path) -> None:
     values = read_step(DATA / "qwen3/scanned/0")
     for n, cut in enumerate((1, 7, 13)):
-        chunks = {k: tuple(min(s, cut if i != 1 or cut == 1 else s) for i, s in enumerate(v.shape)) for k, v in values.items()}
+        chunks = {
+            k: tuple(min(s, cut if i != 1 or cut == 1 else s) for i, s in enumerate(v.shape)) for k, v in values.items()
+        }
         chunks["params.params.token_embedder.embedding"] = (256, 64)
         step = write_step(tmp_path / str(n), values, chunks=chunks, ocdbt=False)
         convert(str(step), str(tmp_path / f"out{n}"), hf_config=str(DATA / "qwen3/hf"), layout="hf")
@@ -167,7 +179,12 @@ def test_as_many_experts_as_layers(tmp_path: Path, old: bool) -> None:
         cut[key.replace("params.MoEBiasVar", "params.params")] = np.ascontiguousarray(cut.pop(key).T)
     config |= {"n_routed_experts": layers, "n_group": 1 if layers % groups else groups}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    convert(str(write_step(tmp_path / "0", cut)), str(tmp_path / "out"), hf_config=str(tmp_path / "config.json"), layout="hf")
+    convert(
+        str(write_step(tmp_path / "0", cut)),
+        str(tmp_path / "out"),
+        hf_config=str(tmp_path / "config.json"),
+        layout="hf",
+    )
     from data_files import arrays
 
     written = arrays(tmp_path / "out")

@@ -15,7 +15,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 # Families with MaxText's own logits are compared with those: test_logits.
-FAMILIES = sorted(p.parent.parent.name for p in DATA.glob("*/hf/config.json") if not (p.parents[1] / "logits.npz").exists())
+FAMILIES = sorted(
+    p.parent.parent.name for p in DATA.glob("*/hf/config.json") if not (p.parents[1] / "logits.npz").exists()
+)
 # A scale was folded into bf16 on the way in, so the last bit of some weights (up to 15 % of a tensor) is gone for good:
 # relative rms of the logits. A wrong rotary convention or scale would be 9e-2 or more. Where a router's choice tips, the
 # difference is larger.
@@ -49,7 +51,9 @@ def test_logits_are_the_originals(family: str, tmp_path: Path) -> None:
     assert written["architectures"] == [config.architectures[0]]
     assert written["architectures"][0].endswith("ForCausalLM")
     wrapped = "text_config" in json.loads((source / "hf/config.json").read_text())
-    original = loaded(source / "hf", transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM)
+    original = loaded(
+        source / "hf", transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
+    )
     mine = loaded(out, transformers.AutoModelForCausalLM)
     assert type(mine).__name__ == written["architectures"][0]
     expected, got = text_logits(original), text_logits(mine)

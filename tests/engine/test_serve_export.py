@@ -48,7 +48,9 @@ def of_transformers(directory: Path, prompt: list[int], tokens: list[int]) -> li
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    ).eval()
     with torch.no_grad():
         steps = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0].log_softmax(-1)
     return [steps[len(prompt) - 1 + i, token].item() for i, token in enumerate(tokens)]

@@ -17,7 +17,7 @@ from fleet.live import FollowerProcess, RootWatcher, Trainer, content_of, until
 
 pytestmark = pytest.mark.engine
 
-_PACE_S = 4.0  # a step of the trainer
+_PACE_S = 8.0  # a step of the trainer
 _MOST_SPANS = 400  # that cold engines repeat
 
 
@@ -31,7 +31,9 @@ class Fleet:
         self.chance = random.Random(seed)
         self.trainer, self.watcher = Trainer(self.run, _PACE_S), RootWatcher(self.root)
         self.follower = FollowerProcess(self.run, self.root, home / "follower.log", "--layout", "hf", "--all")
-        self.server = ServerProcess(bare_model(home / "model"), self.root, home / "server.log", "--load-format", "dummy")
+        self.server = ServerProcess(
+            bare_model(home / "model"), self.root, home / "server.log", "--load-format", "dummy"
+        )
         self.client = Client(self.server, seed)
         self.rows: list[str] = []
 

@@ -5,13 +5,27 @@ import sys
 
 import pytest
 
-HEAVY = ("jax", "torch", "vllm", "tpu_inference", "torchax", "orbax", "tensorstore", "maxtext", "MaxText", "ray", "transformers")
+HEAVY = (
+    "jax",
+    "torch",
+    "vllm",
+    "tpu_inference",
+    "torchax",
+    "orbax",
+    "tensorstore",
+    "maxtext",
+    "MaxText",
+    "ray",
+    "transformers",
+)
 
 
 def loaded(statement: str) -> set[str]:
     """Top-level modules after a statement in a new process."""
     code = f"import sys; {statement}; print(' '.join(sorted({{name.partition('.')[0] for name in sys.modules}})))"
-    return set(subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout.split())
+    return set(
+        subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    )
 
 
 @pytest.mark.parametrize(

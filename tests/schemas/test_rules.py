@@ -65,7 +65,9 @@ def test_a_plan_for_any_number_of_layers(family: str, layers: int) -> None:
         with pytest.raises(Exception, match="in pairs"):
             plan(config)
         return
-    made = {(lay, scan): plan(config, layout=lay, scanned=scan) for lay in ("hf", "canonical") for scan in (True, False)}
+    made = {
+        (lay, scan): plan(config, layout=lay, scanned=scan) for lay in ("hf", "canonical") for scan in (True, False)
+    }
     for lay in ("hf", "canonical"):
         scanned, unscanned = made[lay, True], made[lay, False]
         assert {t.name: t for t in scanned.tensors} == {t.name: t for t in unscanned.tensors}
@@ -108,7 +110,9 @@ def test_parameters_of_public_models(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_canonical_bytes_are_those_of_hf_and_the_vocabularys_padding(name: str) -> None:
     hf, canonical = plan(PUBLIC[name], layout="hf"), plan(PUBLIC[name])
-    doubled = canonical.nbytes - sum(t.nbytes // t.shape[0] * t.pad_rows for t in canonical.tensors if t.pad_rows) - hf.nbytes
+    doubled = (
+        canonical.nbytes - sum(t.nbytes // t.shape[0] * t.pad_rows for t in canonical.tensors if t.pad_rows) - hf.nbytes
+    )
     if "gemma4" in name:  # keys that serve as values stand twice
         assert doubled > 0
     else:
