@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
+from mtx2vllm.converter.pieces import bits
 from mtx2vllm.reload.engine import EngineBroken, SwapFailed, Weights
 from mtx2vllm.reload.engines.layers import Unit
 from mtx2vllm.reload.engines.live import Live, build, placement, put
@@ -75,9 +77,15 @@ def build_on_host(live: Live, units: Sequence[Unit], weights: Weights, undo: Wei
         if undo is not None and all(name in undo for name in unit.specs if name in weights):
             old = _from(unit, undo)
         else:
-            old = _kept({name: np.array(jax.device_get(now[name]), copy=True) for name in new})
+            old = _kept({name: host_copy(now[name]) for name in new})
         groups.append((next(iter(unit.specs)), new, old))
     return InPlace(tuple(groups))
+
+
+def host_copy(array: jax.Array) -> NDArray[Any]:
+    """A copy in host memory that no device can take back. By its bits: numpy copies bfloat16 an element at a time."""
+    held = np.asarray(jax.device_get(array))
+    return np.array(held.view(bits(held.dtype)), copy=True).view(held.dtype)
 
 
 def _from(unit: Unit, undo: Weights) -> Callable[[], Arrays]:

@@ -92,7 +92,6 @@ def _torch(array: NDArray[Any]) -> Any:
     """A tensor with the array's bits; numpy's bfloat16 is not one that torch knows."""
     import torch
 
-    copy = np.array(array, order="C")
-    if copy.dtype.name == "bfloat16":
-        return torch.from_numpy(copy.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(copy)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(np.array(array.view(np.uint16), order="C")).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array, order="C"))

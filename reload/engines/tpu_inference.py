@@ -129,7 +129,7 @@ class TpuInference:
         old: dict[str, Any] = live.arrays()
         places = {name: placement(array) for name, array in old.items()}
         if change.mode == "inplace":
-            old = {name: np.array(jax.device_get(array), copy=True) for name, array in old.items()}
+            old = {name: exchange.host_copy(array) for name, array in old.items()}
 
         def restore(arrays: dict[str, Any]) -> None:
             for name, array in arrays.items():

@@ -45,6 +45,13 @@ def _compiler_options() -> None:
     vllm_model_wrapper.get_step_fn_compiler_options = dict
 
 
+def _copied(array: np.ndarray) -> np.ndarray:
+    """A copy; of bfloat16 by its bits, which numpy copies several times faster."""
+    if array.dtype.name != "bfloat16":
+        return array.copy()
+    return array.view(np.uint16).copy().view(array.dtype)
+
+
 def _synchronous_copies() -> None:
     """On a CPU device_put may alias the numpy buffer it is given. The runner reuses its buffers for the next step,
     so with asynchronous dispatch a step would read the next step's input: copy, and dispatch synchronously."""
@@ -52,6 +59,6 @@ def _synchronous_copies() -> None:
     device_put = jax.device_put
 
     def copying(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return device_put(jax.tree.map(lambda v: v.copy() if isinstance(v, np.ndarray) else v, x), *args, **kwargs)
+        return device_put(jax.tree.map(lambda v: _copied(v) if isinstance(v, np.ndarray) else v, x), *args, **kwargs)
 
     jax.device_put = copying
