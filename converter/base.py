@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.execute import TensorResult
-from mtx2vllm.converter.header import Stored, read_header
+from mtx2vllm.converter.execute.run import TensorResult
 from mtx2vllm.converter.plan import Plan, Tensor
 from mtx2vllm.converter.shards import DTYPES, ShardFile
 from mtx2vllm.converter.storage import RangeWriter, join, store_for
+from mtx2vllm.converter.version.header import Stored, read_header
 
 _CHUNK = 8 << 20
 _NUMPY = {stored: name for name, stored in DTYPES.items()}

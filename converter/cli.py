@@ -8,20 +8,20 @@ import click
 
 # name -> module with the click command of that name (dashes as underscores)
 COMMANDS = {
-    "convert": "mtx2vllm.converter.cli_convert",
-    "plan": "mtx2vllm.converter.cli_convert",
-    "inspect": "mtx2vllm.converter.cli_convert",
-    "verify": "mtx2vllm.converter.cli_convert",
-    "fetch": "mtx2vllm.converter.cli_convert",
-    "follow": "mtx2vllm.converter.cli_fleet",
-    "batch": "mtx2vllm.converter.cli_fleet",
-    "adopt": "mtx2vllm.converter.cli_fleet",
-    "versions": "mtx2vllm.converter.cli_fleet",
-    "pin": "mtx2vllm.converter.cli_fleet",
-    "unpin": "mtx2vllm.converter.cli_fleet",
-    "prune": "mtx2vllm.converter.cli_fleet",
-    "validate": "mtx2vllm.converter.cli_engine",
-    "doctor": "mtx2vllm.converter.cli_engine",
+    "convert": "mtx2vllm.converter.commands.convert",
+    "plan": "mtx2vllm.converter.commands.convert",
+    "inspect": "mtx2vllm.converter.commands.convert",
+    "verify": "mtx2vllm.converter.commands.convert",
+    "fetch": "mtx2vllm.converter.commands.convert",
+    "follow": "mtx2vllm.converter.commands.fleet",
+    "batch": "mtx2vllm.converter.commands.fleet",
+    "adopt": "mtx2vllm.converter.commands.fleet",
+    "versions": "mtx2vllm.converter.commands.fleet",
+    "pin": "mtx2vllm.converter.commands.fleet",
+    "unpin": "mtx2vllm.converter.commands.fleet",
+    "prune": "mtx2vllm.converter.commands.fleet",
+    "validate": "mtx2vllm.converter.commands.engine",
+    "doctor": "mtx2vllm.converter.commands.engine",
 }
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mtx2vllm.converter.errors import DifferenceError, InputError
+from mtx2vllm.converter.fleet.root import step_of
 from mtx2vllm.converter.job import Job, Options, plan, prepare
-from mtx2vllm.converter.publish import Publisher
-from mtx2vllm.converter.record import Previous
-from mtx2vllm.converter.root import step_of
 from mtx2vllm.converter.storage import basename, normal, parent, store_for
+from mtx2vllm.converter.version.publish import Publisher
+from mtx2vllm.converter.version.record import Previous
 
 Say = Callable[[str], None]
 

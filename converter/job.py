@@ -9,10 +9,10 @@ from mtx2vllm.converter import base as bases
 from mtx2vllm.converter import hf_files
 from mtx2vllm.converter.compile import TEXT, compile_plan
 from mtx2vllm.converter.errors import InputError, UsageError
+from mtx2vllm.converter.execute.schedule import Schedule, needs_of
 from mtx2vllm.converter.expect import is_scanned, predict, units
 from mtx2vllm.converter.infer import infer
 from mtx2vllm.converter.plan import Plan
-from mtx2vllm.converter.schedule import Schedule, needs_of
 from mtx2vllm.converter.shards import ShardFile, layout
 from mtx2vllm.converter.source import Checkpoint, open_checkpoint
 from mtx2vllm.converter.storage import store_for

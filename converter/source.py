@@ -12,8 +12,8 @@ from typing import Any
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.locate import METADATA, locate
 from mtx2vllm.converter.plan import Drop, Leaf
-from mtx2vllm.converter.retry import looked_at_twice
 from mtx2vllm.converter.storage import Store, join, parent, store_for
+from mtx2vllm.converter.storage.retry import looked_at_twice
 
 # What TensorStore and its dtypes raise for arrays that it cannot open.
 _REFUSALS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError)

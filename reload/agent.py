@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mtx2vllm.converter.endpoint import Endpoint
 from mtx2vllm.converter.errors import InputError, NotCommitted, UsageError
+from mtx2vllm.converter.fleet.endpoint import Endpoint
 from mtx2vllm.reload import aspire
 from mtx2vllm.reload.apply import Report, Way, load
 from mtx2vllm.reload.engine import Engine, Requests, SwapMode

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mtx2vllm.converter import root as roots
 from mtx2vllm.converter.errors import InputError
+from mtx2vllm.converter.fleet import root as roots
 from mtx2vllm.converter.storage import Stat, basename, join, normal, store_for
-from mtx2vllm.converter.verify import load_manifest
+from mtx2vllm.converter.version.verify import load_manifest
 from mtx2vllm.reload.settings import Policy
 from mtx2vllm.reload.staged import Version
 from mtx2vllm.schemas.manifest import Manifest

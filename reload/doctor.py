@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtx2vllm.converter import root as roots
 from mtx2vllm.converter.errors import InputError, LostRace
+from mtx2vllm.converter.fleet import root as roots
 from mtx2vllm.converter.storage import LEFTOVER, Store, join, store_for
 from mtx2vllm.reload.settings import PREFIX, read_environment
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtx2vllm.converter.root import AGENTS, HEARTBEAT_S, Lease, dumps, read_lease
+from mtx2vllm.converter.fleet.root import AGENTS, HEARTBEAT_S, Lease, dumps, read_lease
 from mtx2vllm.converter.storage import join, store_for
 from mtx2vllm.reload.settings import host_name
 

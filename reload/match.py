@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.pieces import DTYPES, Recipe, fold, head_of, recipes
+from mtx2vllm.converter.version.pieces import DTYPES, Recipe, fold, head_of, recipes
 from mtx2vllm.reload.engine import TensorSpec
 from mtx2vllm.schemas.manifest import Manifest, digest
 

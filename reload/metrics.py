@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from mtx2vllm.converter.endpoint import Page, health
+from mtx2vllm.converter.fleet.endpoint import Page, health
 
 _BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 PHASES = ("detect", "verify", "stage", "prepare", "pause", "resume")

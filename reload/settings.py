@@ -25,8 +25,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from mtx2vllm.converter.commands.sizes import parse_size
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.sizes import parse_size
 from mtx2vllm.converter.storage import GS, normal, store_for
 from mtx2vllm.reload.engine import Requests, SwapMode
 

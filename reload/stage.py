@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mtx2vllm.converter.pieces import DTYPES
 from mtx2vllm.converter.storage import store_for
+from mtx2vllm.converter.version.pieces import DTYPES
 from mtx2vllm.reload.job import Item, Job
 from mtx2vllm.reload.match import Target
 from mtx2vllm.reload.staged import Staged, StageFailed, Version, open_staged

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from mtx2vllm.converter.pieces import DTYPES, Recipe, as_rows, read_rows, row_blocks
 from mtx2vllm.converter.storage import Store, join
-from mtx2vllm.converter.verify import CHUNK
+from mtx2vllm.converter.version.pieces import DTYPES, Recipe, as_rows, read_rows, row_blocks
+from mtx2vllm.converter.version.verify import CHUNK
 from mtx2vllm.reload.cache import Cache, Put
 from mtx2vllm.reload.job import Item, Job
 from mtx2vllm.schemas.manifest import Manifest

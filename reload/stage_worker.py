@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, NotCommitted, StorageError
-from mtx2vllm.converter.pieces import head_of, recipes
 from mtx2vllm.converter.storage import Store, join, store_for
-from mtx2vllm.converter.verify import load_manifest, shard_problems
+from mtx2vllm.converter.version.pieces import head_of, recipes
+from mtx2vllm.converter.version.verify import load_manifest, shard_problems
 from mtx2vllm.reload.job import Job
 from mtx2vllm.reload.stage_work import Unsound, Work
 

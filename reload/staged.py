@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.pieces import DTYPES
 from mtx2vllm.converter.storage import join
+from mtx2vllm.converter.version.pieces import DTYPES
 from mtx2vllm.reload.job import Item
 from mtx2vllm.reload.match import Target
 from mtx2vllm.schemas.manifest import Manifest

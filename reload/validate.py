@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mtx2vllm.converter.errors import DifferenceError, InputError, UsageError
-from mtx2vllm.converter.fetch import fetch_version
 from mtx2vllm.converter.storage import join, store_for
-from mtx2vllm.converter.verify import load_manifest
+from mtx2vllm.converter.version.fetch import fetch_version
+from mtx2vllm.converter.version.verify import load_manifest
 from mtx2vllm.reload.apply import LoadFailed, Report
 
 TOKENS = 16  # generated

@@ -21,7 +21,7 @@ from watchdog.events import (
 )
 from watchdog.observers.api import BaseObserver, EventEmitter, EventQueue, ObservedWatch
 
-from mtx2vllm.converter import root as roots
+from mtx2vllm.converter.fleet import root as roots
 from mtx2vllm.converter.storage import basename, join, store_for
 from mtx2vllm.schemas import manifest
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.pieces import bits
+from mtx2vllm.converter.version.pieces import bits
 from mtx2vllm.reload.engine import EngineBroken, SwapFailed, Weights
 from mtx2vllm.reload.engines.layers import Unit
 from mtx2vllm.reload.engines.live import Live, build, placement, put

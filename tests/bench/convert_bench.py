@@ -60,14 +60,14 @@ def measure(command: list[str], **environment: str) -> Measured:
 
 def decode(checkpoint: str) -> None:
     """The reading floor, in this process."""
-    from mtx2vllm.converter.memory import keep_freed_memory
+    from mtx2vllm.converter.execute.memory import keep_freed_memory
 
     keep_freed_memory()
     import numpy as np
     import tensorstore as ts
 
-    from mtx2vllm.converter.ring import Ring
-    from mtx2vllm.converter.slabs import Load, lines
+    from mtx2vllm.converter.execute.ring import Ring
+    from mtx2vllm.converter.execute.slabs import Load, lines
     from mtx2vllm.converter.source import open_checkpoint, open_leaf
 
     opened = open_checkpoint(checkpoint)

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import versions
 from gcs import emulator
 
-from mtx2vllm.converter import fetch, fetch_shard
-from mtx2vllm.converter.gs import GsStore
-from mtx2vllm.converter.gs_http import EMULATOR
 from mtx2vllm.converter.storage import basename, join, parent
+from mtx2vllm.converter.storage.gs import GsStore
+from mtx2vllm.converter.storage.gs_http import EMULATOR
+from mtx2vllm.converter.version import fetch, fetch_shard
 
 MIB = 1 << 20
 

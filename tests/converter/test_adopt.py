@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from data_files import DATA, arrays, raw_tensors
 from safetensors.numpy import save_file
 
-from mtx2vllm.converter import adopt as adopting
-from mtx2vllm.converter.adopt import adopt
 from mtx2vllm.converter.cli import main
 from mtx2vllm.converter.convert import convert
 from mtx2vllm.converter.errors import InputError, LostRace
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.version import adopt as adopting
+from mtx2vllm.converter.version.adopt import adopt
+from mtx2vllm.converter.version.verify import verify_version
 
 FAMILIES = sorted(path.parent.parent.name for path in DATA.glob("*/hf/model.safetensors"))
 QWEN3 = DATA / "qwen3" / "hf"

@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 from data_files import DATA, digests, oracle
 
-from mtx2vllm.converter import batch as batches
-from mtx2vllm.converter.batch import check_batch, run_batch
 from mtx2vllm.converter.cli import main
 from mtx2vllm.converter.convert import convert
 from mtx2vllm.converter.errors import InputError, Mtx2vllmError
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.fleet import batch as batches
+from mtx2vllm.converter.fleet.batch import check_batch, run_batch
+from mtx2vllm.converter.version.verify import verify_version
 
 RUN = DATA / "trained" / "qwen3-scanned"
 QWEN3 = DATA / "qwen3" / "hf"

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from data_files import DATA
 
 from mtx2vllm.converter.cli import COMMANDS, main
-from mtx2vllm.converter.cli_convert import Size
+from mtx2vllm.converter.commands.convert import Size
 from mtx2vllm.converter.convert import convert
 
 RUN, CONFIG = str(DATA / "qwen3" / "scanned"), str(DATA / "qwen3" / "hf")

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 from versions import BF16, write_manifest, write_version
 
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.header import Stored
-from mtx2vllm.converter.pieces import DTYPES, as_rows, fold, read_rows, recipes, row_blocks
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.version.header import Stored
+from mtx2vllm.converter.version.pieces import DTYPES, as_rows, fold, read_rows, recipes, row_blocks
+from mtx2vllm.converter.version.verify import verify_version
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DATA = Path(__file__).parents[1] / "data"

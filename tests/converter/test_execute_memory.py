@@ -28,7 +28,7 @@ BESIDES = 96 << 20
 
 CONVERT = """
 import json, os, resource, sys, threading
-from mtx2vllm.converter.memory import keep_freed_memory
+from mtx2vllm.converter.execute.memory import keep_freed_memory
 keep_freed_memory()
 import numpy, tensorstore, blake3
 from mtx2vllm.converter.convert import convert

@@ -7,7 +7,7 @@ import pytest
 from memory_source import Files, opener
 from safetensors import deserialize
 
-from mtx2vllm.converter.execute import run
+from mtx2vllm.converter.execute.run import run
 from mtx2vllm.converter.plan import Leaf, Move, Op, Plan, Tensor
 from mtx2vllm.converter.shards import layout
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import versions
 
-from mtx2vllm.converter import fetch_shard, files
 from mtx2vllm.converter.errors import DifferenceError, InputError, NotCommitted
-from mtx2vllm.converter.fetch import fetch_version
-from mtx2vllm.converter.fetch_shard import Piece, pieces_of, ranges
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.storage import files
+from mtx2vllm.converter.version import fetch_shard
+from mtx2vllm.converter.version.fetch import fetch_version
+from mtx2vllm.converter.version.fetch_shard import Piece, pieces_of, ranges
+from mtx2vllm.converter.version.verify import verify_version
 from mtx2vllm.schemas.manifest import Manifest
 
 SHARDS = [f"canonical/model-0000{n}-of-00002.safetensors" for n in (1, 2)]

@@ -19,11 +19,11 @@ import pytest
 from data_files import DATA, arrays, raw_tensors
 from safetensors import safe_open
 
-from mtx2vllm.converter import claim, posix, process
 from mtx2vllm.converter.convert import convert
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
-from mtx2vllm.converter.storage import store_for
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.storage import posix, store_for
+from mtx2vllm.converter.version import claim, process
+from mtx2vllm.converter.version.verify import verify_version
 from mtx2vllm.schemas.manifest import Manifest
 
 RUN, CONFIG = str(DATA / "qwen3" / "scanned"), str(DATA / "qwen3" / "hf")
@@ -319,9 +319,10 @@ def test_a_disk_that_is_full_at_any_moment(tmp_path: Path, monkeypatch: pytest.M
 KILLED = """
 import os, sys
 from pathlib import Path
-from mtx2vllm.converter import publish, source  # everything is imported before the first fork
+from mtx2vllm.converter.version import publish
+from mtx2vllm.converter import source  # everything is imported before the first fork
 from mtx2vllm.converter.convert import convert
-from mtx2vllm.converter.files import FileStore
+from mtx2vllm.converter.storage.files import FileStore
 import tensorstore
 
 def child(work):

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from patience import patiently
 
-from mtx2vllm.converter import slabs as slabs_module
-from mtx2vllm.converter import units as units_module
 from mtx2vllm.converter.convert import convert, plan
 from mtx2vllm.converter.errors import InputError
+from mtx2vllm.converter.execute import slabs as slabs_module
+from mtx2vllm.converter.execute import units as units_module
+from mtx2vllm.converter.execute.units import hashing, imbalance, units
 from mtx2vllm.converter.plan import Plan
-from mtx2vllm.converter.units import hashing, imbalance, units
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.version.verify import verify_version
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import make_checkpoint
@@ -83,10 +83,11 @@ def test_a_killed_worker_is_run_again(cluster, many_units, checkpoint, tmp_path,
     convert(str(checkpoint), str(here))
     marks.mkdir()
     folder = str(marks)
-    from mtx2vllm.converter import ray_executor
+    from mtx2vllm.converter.execute import ray_executor
 
     def dies_in_the_middle(work, unit):  # closures travel by value: the workers cannot import this file
-        from mtx2vllm.converter import rangefile, ray_executor
+        from mtx2vllm.converter.execute import ray_executor
+        from mtx2vllm.converter.storage import rangefile
 
         mark = Path(folder) / str(min(unit.tensors))
         if sum(1 for _ in Path(folder).iterdir()) < 3 and not mark.exists():

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mtx2vllm.converter import slabs as slabs_module
 from mtx2vllm.converter.errors import InputError
+from mtx2vllm.converter.execute import slabs as slabs_module
+from mtx2vllm.converter.execute.schedule import least, needs_of, schedule
+from mtx2vllm.converter.execute.slabs import slabs
 from mtx2vllm.converter.plan import Leaf, Move, Plan, Tensor
-from mtx2vllm.converter.schedule import least, needs_of, schedule
-from mtx2vllm.converter.slabs import slabs
 
 L, X, E, F = 4, 8, 64, 48
 

@@ -17,10 +17,10 @@ from make_run import read_step, write_step
 from mtx2vllm.converter import locate as locating
 from mtx2vllm.converter.convert import convert
 from mtx2vllm.converter.errors import InputError, NotCommitted
-from mtx2vllm.converter.files import FileStore
 from mtx2vllm.converter.locate import locate, steps
 from mtx2vllm.converter.source import normalize, open_checkpoint, open_leaf
 from mtx2vllm.converter.storage import Stat
+from mtx2vllm.converter.storage.files import FileStore
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtx2vllm.converter import posix, rangefile, storage
+from mtx2vllm.converter import storage
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
-from mtx2vllm.converter.files import FileStore
-from mtx2vllm.converter.storage import basename, join, normal, parent, store_for
+from mtx2vllm.converter.storage import basename, join, normal, parent, posix, rangefile, store_for
+from mtx2vllm.converter.storage.files import FileStore
 
 STORE = FileStore()
 
@@ -104,7 +104,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 from mtx2vllm.converter.errors import LostRace
-from mtx2vllm.converter.files import FileStore
+from mtx2vllm.converter.storage.files import FileStore
 root, own = Path(sys.argv[1]), sys.argv[2].encode() * 100
 (root / ("ready" + sys.argv[2])).touch()
 while not (root / "go").exists():

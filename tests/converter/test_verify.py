@@ -9,9 +9,9 @@ import pytest
 from versions import BF16, arrays, write_manifest, write_version
 
 from mtx2vllm.converter.errors import InputError, NotCommitted
-from mtx2vllm.converter.header import read_header
 from mtx2vllm.converter.storage import store_for
-from mtx2vllm.converter.verify import CHUNK, verify_version
+from mtx2vllm.converter.version.header import read_header
+from mtx2vllm.converter.version.verify import CHUNK, verify_version
 
 SHARD = "canonical/model-00001-of-00002.safetensors"
 OTHER = "canonical/model-00002-of-00002.safetensors"

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from versions import arrays, write_version
 
-from mtx2vllm.converter import claim, process, root
 from mtx2vllm.converter.errors import InputError, UsageError
+from mtx2vllm.converter.fleet import root
+from mtx2vllm.converter.fleet.versions import QUIET_S, list_versions, pin, prune, unpin
 from mtx2vllm.converter.storage import store_for
-from mtx2vllm.converter.versions import QUIET_S, list_versions, pin, prune, unpin
+from mtx2vllm.converter.version import claim, process
 
 NOW = time.time()
 
@@ -167,7 +168,7 @@ def test_a_pin_that_cannot_be_read_stops_everything(fleet: Path) -> None:
 
 def test_a_pin_that_comes_while_pruning(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts are read for each version anew: a replica that rolls back while others are deleted is not robbed."""
-    from mtx2vllm.converter import versions
+    from mtx2vllm.converter.fleet import versions
 
     remove = versions._remove
 

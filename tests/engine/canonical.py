@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.compare import open_side
-from mtx2vllm.converter.pieces import fold
+from mtx2vllm.converter.version.compare import open_side
+from mtx2vllm.converter.version.pieces import fold
 
 from .variants import DATA, VARIANTS, directory
 

@@ -20,7 +20,7 @@ import numpy as np
 from data_files import DATA, arrays, digests, folded
 
 from fleet.run_source import CONFIG
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.version.verify import verify_version
 
 MAIN = "from mtx2vllm.converter.cli import main; main()"
 CONTENTS = {  # a real step -> what others make of it, in bf16

@@ -15,8 +15,8 @@ import numpy as np
 from versions import BF16, write_manifest, write_version
 
 from fleet.live import until
+from mtx2vllm.converter.fleet.versions import list_versions, prune
 from mtx2vllm.converter.storage import join, store_for
-from mtx2vllm.converter.versions import list_versions, prune
 from mtx2vllm.reload import ReloadAgent
 from mtx2vllm.reload.engine import Change, SwapTimings, TensorSpec
 from mtx2vllm.reload.stage import Options, Stager

@@ -1,4 +1,4 @@
-"""versions, pin, unpin, prune, as typed; what decides lies in converter/versions.py and is tested there."""
+"""versions, pin, unpin, prune, as typed; what decides lies in converter/fleet/versions.py and is tested there."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from versions import arrays, write_version
 
 from mtx2vllm.converter.cli import main
-from mtx2vllm.converter.show_fleet import duration
+from mtx2vllm.converter.commands.show_fleet import duration
 
 NOW = time.time()
 
@@ -105,7 +105,7 @@ def test_every_and_all_contradict(tmp_path: Path) -> None:
 
 def test_help_costs_nothing() -> None:
     heavy = "{'numpy', 'tensorstore', 'pydantic', 'rich', 'yaml', 'prometheus_client', 'google'} & set(sys.modules)"
-    code = f"import sys, mtx2vllm.converter.cli_fleet; sys.exit(bool({heavy}))"
+    code = f"import sys, mtx2vllm.converter.commands.fleet; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,13 +12,13 @@ from data_files import DATA, digests, oracle
 from versions import arrays, write_version
 
 from fleet.run_source import CONFIG, Run
-from mtx2vllm.converter import follow as following
-from mtx2vllm.converter import follow_run
 from mtx2vllm.converter.convert import Options
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, UsageError
-from mtx2vllm.converter.follow import Follower, Following, Stop
-from mtx2vllm.converter.follow_lease import RootLease
-from mtx2vllm.converter.verify import load_manifest, verify_version
+from mtx2vllm.converter.fleet import follow as following
+from mtx2vllm.converter.fleet import follow_run
+from mtx2vllm.converter.fleet.follow import Follower, Following, Stop
+from mtx2vllm.converter.fleet.follow_lease import RootLease
+from mtx2vllm.converter.version.verify import load_manifest, verify_version
 
 
 class Clock:

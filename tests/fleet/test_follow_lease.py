@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mtx2vllm.converter import process
-from mtx2vllm.converter.follow_lease import RootLease
-from mtx2vllm.converter.root import read_follower
+from mtx2vllm.converter.fleet.follow_lease import RootLease
+from mtx2vllm.converter.fleet.root import read_follower
+from mtx2vllm.converter.version import process
 
 
 class Clock:

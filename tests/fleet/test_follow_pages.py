@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mtx2vllm.converter import follow_log
-from mtx2vllm.converter.endpoint import Endpoint
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.follow import Follower, Following, Stop
-from mtx2vllm.converter.follow_lease import RootLease
-from mtx2vllm.converter.follow_run import pages
+from mtx2vllm.converter.fleet import follow_log
+from mtx2vllm.converter.fleet.endpoint import Endpoint
+from mtx2vllm.converter.fleet.follow import Follower, Following, Stop
+from mtx2vllm.converter.fleet.follow_lease import RootLease
+from mtx2vllm.converter.fleet.follow_run import pages
 
 
 @pytest.fixture
@@ -65,7 +65,9 @@ def test_a_port_in_use_is_a_sentence() -> None:
 def test_log_lines_as_json() -> None:
     stream = io.StringIO()
     follow_log.configure("json", stream)
-    logging.getLogger("mtx2vllm.converter.follow").info("published %d", 3, extra={"event": "published", "step": 3})
+    logging.getLogger("mtx2vllm.converter.fleet.follow").info(
+        "published %d", 3, extra={"event": "published", "step": 3}
+    )
     logging.getLogger("somebody.else").info("chatter")
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert len(lines) == 1
@@ -79,5 +81,5 @@ def test_log_lines_as_json() -> None:
 def test_log_lines_as_text() -> None:
     stream = io.StringIO()
     follow_log.configure("text", stream)
-    logging.getLogger("mtx2vllm.converter.follow").warning("dropped %d", 3)
+    logging.getLogger("mtx2vllm.converter.fleet.follow").warning("dropped %d", 3)
     assert stream.getvalue().endswith("warning dropped 3\n")

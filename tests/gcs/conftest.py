@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from gcs import emulator, proxy
-from mtx2vllm.converter.gs import GsStore
-from mtx2vllm.converter.gs_http import EMULATOR, TENSORSTORE
-from mtx2vllm.converter.retry import Policy
+from mtx2vllm.converter.storage.gs import GsStore
+from mtx2vllm.converter.storage.gs_http import EMULATOR, TENSORSTORE
+from mtx2vllm.converter.storage.retry import Policy
 
 QUICK = Policy(first=0.001, longest=0.01, deadline=20)
 

@@ -11,9 +11,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from mtx2vllm.converter.errors import StorageError, StoreUnavailable
-from mtx2vllm.converter.gs import GsStore
-from mtx2vllm.converter.gs_http import EMULATOR, Connection
-from mtx2vllm.converter.retry import Policy
+from mtx2vllm.converter.storage.gs import GsStore
+from mtx2vllm.converter.storage.gs_http import EMULATOR, Connection
+from mtx2vllm.converter.storage.retry import Policy
 
 HASTY = Policy(first=0.01, longest=0.02, deadline=0.2)
 

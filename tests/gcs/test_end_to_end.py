@@ -13,10 +13,10 @@ from gcs import proxy
 from mtx2vllm.converter import convert as conversion
 from mtx2vllm.converter.cli import main
 from mtx2vllm.converter.errors import NotCommitted
-from mtx2vllm.converter.fetch import fetch_version
-from mtx2vllm.converter.gs import GsStore
 from mtx2vllm.converter.storage import join
-from mtx2vllm.converter.verify import load_manifest, verify_version
+from mtx2vllm.converter.storage.gs import GsStore
+from mtx2vllm.converter.version.fetch import fetch_version
+from mtx2vllm.converter.version.verify import load_manifest, verify_version
 
 COMMAND = Path(sys.executable).with_name("mtx2vllm")
 ORACLE = DATA / "qwen3" / "canonical_digests.json"

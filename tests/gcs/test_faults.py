@@ -9,11 +9,10 @@ import tensorstore as ts
 
 from gcs import proxy
 from gcs.test_store import write
-from mtx2vllm.converter import gs_upload
 from mtx2vllm.converter.errors import LostRace, StorageError, StoreUnavailable
-from mtx2vllm.converter.gs import GsStore
-from mtx2vllm.converter.retry import Policy, Transient, retrying
-from mtx2vllm.converter.storage import join, store_for
+from mtx2vllm.converter.storage import gs_upload, join, store_for
+from mtx2vllm.converter.storage.gs import GsStore
+from mtx2vllm.converter.storage.retry import Policy, Transient, retrying
 
 DATA = os.urandom(300_000)
 BIG = os.urandom((8 << 20) + 1)

@@ -10,15 +10,15 @@ from fleet.run_source import CONFIG, STEPS
 from fleet.simulation import simulate
 
 from gcs.test_end_to_end import upload
-from mtx2vllm.converter import follow as following
 from mtx2vllm.converter.cli import main
 from mtx2vllm.converter.convert import Options
-from mtx2vllm.converter.fetch import fetch_version
-from mtx2vllm.converter.follow import Follower, Following, Stop
-from mtx2vllm.converter.follow_lease import RootLease
-from mtx2vllm.converter.gs import GsStore
+from mtx2vllm.converter.fleet import follow as following
+from mtx2vllm.converter.fleet.follow import Follower, Following, Stop
+from mtx2vllm.converter.fleet.follow_lease import RootLease
 from mtx2vllm.converter.storage import join
-from mtx2vllm.converter.verify import load_manifest, verify_version
+from mtx2vllm.converter.storage.gs import GsStore
+from mtx2vllm.converter.version.fetch import fetch_version
+from mtx2vllm.converter.version.verify import load_manifest, verify_version
 
 
 class Bucket:

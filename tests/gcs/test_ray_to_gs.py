@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from patience import patiently
 
-from mtx2vllm.converter import slabs as slabs_module
-from mtx2vllm.converter import units as units_module
 from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.execute import slabs as slabs_module
+from mtx2vllm.converter.execute import units as units_module
 from mtx2vllm.converter.storage import store_for
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.version.verify import verify_version
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import make_checkpoint

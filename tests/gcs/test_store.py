@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from mtx2vllm.converter import crc32c, gs_http, gs_upload
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
-from mtx2vllm.converter.gs import GsStore
-from mtx2vllm.converter.storage import join, parent, store_for
+from mtx2vllm.converter.storage import crc32c, gs_http, gs_upload, join, parent, store_for
+from mtx2vllm.converter.storage.gs import GsStore
 
 NAMES = ("v1/x", "v10/x", "v1/sub dir/ü 漢.json", "v1/#h?q=1&a%2Fb", "top", "v1/.hidden")
 

@@ -14,8 +14,8 @@ import pytest
 from fake_engine import FakeEngine, until
 from versions import arrays, write_manifest, write_version
 
-from mtx2vllm.converter import versions as fleet
 from mtx2vllm.converter.errors import NotCommitted, UsageError
+from mtx2vllm.converter.fleet import versions as fleet
 from mtx2vllm.reload.apply import LoadFailed
 from mtx2vllm.reload.engine import EngineBroken, TensorSpec
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtx2vllm.converter import root as roots
+from mtx2vllm.converter.fleet import root as roots
 from mtx2vllm.reload.doctor import Examination, examine
 
 

@@ -11,9 +11,9 @@ from gcs.conftest import broken, bucket, server  # noqa: F401  (fixtures)
 from gcs.proxy import TRANSIENT
 from versions import arrays, write_version
 
-from mtx2vllm.converter import versions as fleet
+from mtx2vllm.converter.fleet import versions as fleet
 from mtx2vllm.converter.storage import join, store_for
-from mtx2vllm.converter.verify import verify_version
+from mtx2vllm.converter.version.verify import verify_version
 
 pytestmark = [pytest.mark.gcs, pytest.mark.own_process]  # a process of its own: it must have this test's environment
 A, B = arrays(1), arrays(2)

@@ -32,8 +32,8 @@ def loaded(statement: str) -> set[str]:
     "statement",
     [
         "import mtx2vllm.reload", "from mtx2vllm.reload import ReloadAgent, load_version",
-        "import mtx2vllm.reload.stage_worker", "import mtx2vllm.reload.settings", "import mtx2vllm.converter.versions",
-        "import mtx2vllm.converter.verify, mtx2vllm.converter.compare",
+        "import mtx2vllm.reload.stage_worker", "import mtx2vllm.reload.settings", "import mtx2vllm.converter.fleet.versions",
+        "import mtx2vllm.converter.version.verify, mtx2vllm.converter.version.compare",
     ],
 )  # fmt: skip
 def test_no_engine_and_no_checkpoint_reader(statement: str) -> None:

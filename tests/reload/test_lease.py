@@ -13,8 +13,8 @@ import pytest
 from fake_engine import FakeEngine, until
 from versions import arrays, write_version
 
-from mtx2vllm.converter import root as roots
-from mtx2vllm.converter import versions as fleet
+from mtx2vllm.converter.fleet import root as roots
+from mtx2vllm.converter.fleet import versions as fleet
 from mtx2vllm.reload.lease import LeaseKeeper, Served, free_name
 from mtx2vllm.reload.settings import host_name
 

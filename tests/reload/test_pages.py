@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, until
 from prometheus_client.parser import text_string_to_metric_families
 from versions import arrays, write_version
 
-from mtx2vllm.converter.endpoint import Endpoint, Page
+from mtx2vllm.converter.fleet.endpoint import Endpoint, Page
 from mtx2vllm.reload.metrics import PHASES
 
 A, B = arrays(1), arrays(2)

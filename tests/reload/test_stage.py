@@ -16,7 +16,7 @@ import pytest
 from fake_engine import FakeEngine, until
 from versions import BF16, arrays, write_manifest, write_version
 
-from mtx2vllm.converter.pieces import DTYPES
+from mtx2vllm.converter.version.pieces import DTYPES
 from mtx2vllm.reload import stage as staging
 from mtx2vllm.reload.apply import Way, load
 from mtx2vllm.reload.aspire import open_version

@@ -1,0 +1,1 @@
+"""Roots full of versions: the follower, batches, leases, pins, retention."""

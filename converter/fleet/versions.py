@@ -1,0 +1,232 @@
+"""The versions of a root as a fleet sees them: which there are, who serves what, what may go.
+
+Retention never removes a version that is newest, pinned, leased by a live replica, or being written. A lease whose
+heartbeat is older than its `ttl_s` protects nothing.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mtx2vllm.converter.errors import InputError, UsageError
+from mtx2vllm.converter.fleet import root
+from mtx2vllm.converter.storage import Stat, Store, join, store_for
+from mtx2vllm.converter.version import claim
+from mtx2vllm.converter.version.verify import load_manifest
+
+# A directory without claim and manifest may be a copy in progress that we know nothing of: it is left alone as long
+# as anything in it is younger than this.
+QUIET_S = 3600.0
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One version. `bytes` and `age` (seconds since publication) are None where it is not complete; `problem` says
+    why a manifest cannot be read."""
+
+    step: int
+    complete: bool
+    bytes: int | None
+    age: float | None
+    newest: bool
+    pinned: bool
+    writing: bool
+    served_by: tuple[str, ...]
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRow:
+    """One replica. `behind` counts the complete versions newer than what it serves (than the pinned one: 0 or 1 when
+    it serves another), `lag` is the difference in steps; None where it serves nothing."""
+
+    replica: str
+    alive: bool
+    loaded: int | None
+    behind: int | None
+    lag: int | None
+    state: str
+    error: str | None
+    heartbeat_age: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Everything that stands in a root. `writer` is the follower's holder, if one lives."""
+
+    root: str
+    versions: tuple[VersionRow, ...]
+    replicas: tuple[ReplicaRow, ...]
+    pin: int | None
+    writer: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `versions --json` prints."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """`removed` and `kept`, with the reason for each that stays; `freed` bytes of complete versions."""
+
+    root: str
+    dry_run: bool
+    removed: tuple[int, ...]
+    kept: Mapping[int, str]
+    freed: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `prune --json` prints."""
+        return asdict(self)
+
+
+def list_versions(location: str, clock: Clock = time.time) -> Fleet:
+    """Every version of a root, newest first, and every replica.
+
+    Raises:
+        InputError: the pin cannot be read, or the root cannot.
+    """
+    store, now = store_for(location), clock()
+    steps = root.steps_in(store.listdir(location))
+    stats = {step: store.stat(root.manifest_path(location, step)) for step in steps}
+    complete = [step for step in steps if stats[step] is not None]
+    pin = root.read_pin(location, store)
+    agents, follower = root.read_agents(location, now), root.read_follower(location, now)
+    serving = _serving(agents)
+    rows = []
+    for step in steps:
+        stat = stats[step]
+        size, problem = _size(store, location, step) if stat else (None, None)
+        rows.append(
+            VersionRow(
+                step, stat is not None, size, max(now - stat.modified, 0.0) if stat else None,
+                newest=bool(complete) and step == complete[0], pinned=step == pin,
+                writing=stat is None and _being_written(store, location, step, now) is not None,
+                served_by=tuple(serving.get(step, ())), problem=problem,
+            )
+        )  # fmt: skip
+    replicas = tuple(_replica(seen, complete, pin) for seen in agents)
+    writer = follower.lease.holder if follower and follower.alive else None
+    return Fleet(location, tuple(rows), replicas, pin, writer)
+
+
+def pin(location: str, step: int) -> None:
+    """Make every replica of the root serve `step`, whatever its policy.
+
+    Raises:
+        InputError: the root holds no such complete version.
+    """
+    store = store_for(location)
+    if store.stat(root.manifest_path(location, step)) is None:
+        steps = root.steps_in(store.listdir(location))
+        there = [str(s) for s in steps if store.stat(root.manifest_path(location, s)) is not None]
+        listed = f"it holds {', '.join(there[:10])}{', ...' if len(there) > 10 else ''}" if there else "it holds none"
+        raise InputError(f"{location} holds no complete version {step}; {listed}.")
+    store.replace(join(location, root.PIN), root.dumps(root.Pin(step=step)))
+
+
+def unpin(location: str) -> None:
+    """Let every replica follow its policy again. Nothing happens where nothing is pinned."""
+    store_for(location).delete(join(location, root.PIN))
+
+
+def prune(location: str, keep: int, dry_run: bool = False, clock: Clock = time.time) -> Pruned:
+    """Remove all but the newest `keep` complete versions, and what killed writers have left.
+
+    Raises:
+        UsageError: `keep` is less than 1. InputError: the pin cannot be read, so that nothing is safe to remove.
+    """
+    if keep < 1:
+        raise UsageError("--keep must be at least 1: the newest version is never removed.")
+    store = store_for(location)
+    removed: list[int] = []
+    kept: dict[int, str] = {}
+    freed, complete = 0, 0
+    for step in root.steps_in(store.listdir(location)):
+        stat = store.stat(root.manifest_path(location, step))
+        complete += stat is not None
+        reason = _reason(store, location, step, stat, (complete, keep), clock())
+        if reason is not None:
+            kept[step] = reason
+            continue
+        freed += (_size(store, location, step)[0] or 0) if stat else 0
+        removed.append(step)
+        if not dry_run:
+            _remove(store, location, step)
+    return Pruned(location, dry_run, tuple(removed), kept, freed)
+
+
+def _reason(store: Store, location: str, step: int, stat: Stat | None, rank: tuple[int, int], now: float) -> str | None:
+    """Why a version stays, None where nothing speaks for it. Pin and leases are read for each version anew: they may
+    have changed while the one before was being deleted."""
+    complete, keep = rank
+    if stat is None:
+        return _being_written(store, location, step, now)
+    if complete == 1:
+        return "newest"
+    if step == root.read_pin(location, store):
+        return "pinned"
+    serving = _serving(root.read_agents(location, now)).get(step)
+    if serving:
+        return f"served by {', '.join(serving[:3])}{' and others' if len(serving) > 3 else ''}"
+    return f"one of the newest {keep}" if complete <= keep else None
+
+
+def _remove(store: Store, location: str, step: int) -> None:
+    """The manifest first: from then on nobody takes the rest for a version."""
+    store.delete(root.manifest_path(location, step))
+    store.delete_all(join(location, str(step)))
+
+
+def _being_written(store: Store, location: str, step: int, now: float) -> str | None:
+    """Who writes an uncommitted version, in words; None where nobody seems to."""
+    follower = root.read_follower(location, now)
+    if follower is not None and follower.alive and follower.lease.writing == step:
+        return "being written by the follower"
+    directory = join(location, str(step))
+    path = join(directory, claim.NAME)
+    stat, record = store.stat(path), claim.read(store, directory)
+    if stat is not None and record is not None:
+        alive = claim.is_live(record, stat.modified, now)
+        return f"being written by process {record.pid} on {record.host}" if alive else None
+    young = _youngest(store, directory)
+    if young is None or now - young < QUIET_S:
+        return "not complete, and younger than an hour: somebody may be copying it here"
+    return None
+
+
+def _youngest(store: Store, directory: str) -> float | None:
+    """When anything below was last written; None where nothing is there (a directory just made)."""
+    stats = (store.stat(join(directory, name)) for name in store.walk(directory))
+    return max((stat.modified for stat in stats if stat is not None), default=None)
+
+
+def _serving(agents: Sequence[root.Seen[root.Lease]]) -> dict[int, list[str]]:
+    serving: dict[int, list[str]] = {}
+    for seen in agents:
+        if seen.alive and seen.lease.loaded is not None:
+            serving.setdefault(seen.lease.loaded, []).append(seen.lease.replica)
+    return serving
+
+
+def _replica(seen: root.Seen[root.Lease], complete: Sequence[int], pinned: int | None) -> ReplicaRow:
+    lease = seen.lease
+    wanted = pinned if pinned is not None else (complete[0] if complete else None)
+    behind = lag = None
+    if lease.loaded is not None and wanted is not None:
+        lag = wanted - lease.loaded
+        newer = sum(lease.loaded < step <= wanted for step in complete)
+        behind = newer if pinned is None else int(lease.loaded != pinned)
+    return ReplicaRow(lease.replica, seen.alive, lease.loaded, behind, lag, lease.state, lease.error, seen.age)
+
+
+def _size(store: Store, location: str, step: int) -> tuple[int | None, str | None]:
+    """Bytes of a complete version by its manifest, and what is wrong with that."""
+    try:
+        manifest, _ = load_manifest(join(location, str(step)), store)
+    except InputError as error:
+        return None, str(error)
+    return sum(entry.size for entry in manifest.files.values()), None

@@ -1,0 +1,1 @@
+"""One version directory: claimed, written, published, verified, compared, fetched, adopted."""
