@@ -224,6 +224,8 @@ def in_flight(session: Session) -> dict[str, Any]:
     """Swap while requests run: every span of a request's versions is what that version continues with."""
     from vllm import SamplingParams, TokensPrompt
 
+    from mtx2vllm.reload.engine import SwapFailed
+
     facts: dict[str, Any] = {"async_scheduling": session.llm.llm_engine.engine_core.engine_core.batch_queue is not None}
     engine = session.llm.llm_engine
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
@@ -237,7 +239,12 @@ def in_flight(session: Session) -> dict[str, Any]:
             finished |= {out.request_id: out for out in engine.step() if out.finished}
             steps += 1
             if steps == 12:
-                session.swap(session.b, 11, requests=requests)
+                try:
+                    session.swap(session.b, 11, requests=requests)
+                except SwapFailed as error:
+                    facts[f"{requests}_refused"] = str(error)
+        if f"{requests}_refused" in facts:
+            continue
         spans = [_spans(finished[f"{requests}{i}"]) for i in range(len(PROMPTS))]
         facts[requests] = {"spans": [[(v, len(t)) for v, t in span] for span in spans]}
         if requests != "keep":

@@ -9,6 +9,7 @@ from . import cpu_backend
 # What families need beyond their config.json; the reasons are in README.md of this folder.
 FAMILY_ARGUMENTS: dict[str, dict[str, Any]] = {
     "gemma3": {"language_model_only": True},
+    "llama4": {"language_model_only": True},
     "gemma4": {"language_model_only": True},
     "gemma4-moe": {"language_model_only": True},
     "gemma4-pages": {"language_model_only": True},

@@ -10,6 +10,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 DATA = Path(__file__).parent.parent / "data"
@@ -39,10 +40,18 @@ def directory(family: str) -> Path:
     config.get("text_config", config).update(changes)
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-"))
     draw = np.random.default_rng(0)
+    prefix = _prefix(DATA / fixture / "hf" / "model.safetensors")
     tensors = {}
     for tensor in plan(config, layout="hf").tensors:
         values = 0.05 * draw.standard_normal(tensor.shape, np.float32)
-        tensors[tensor.name] = (values + 1 if len(tensor.shape) == 1 else values).astype(ml_dtypes.bfloat16)
+        name = prefix + tensor.name.removeprefix("model.") if tensor.name.startswith("model.") else tensor.name
+        tensors[name] = (values + 1 if len(tensor.shape) == 1 else values).astype(ml_dtypes.bfloat16)
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def _prefix(file: Path) -> str:
+    """Where the text model lies in the fixture's own file: multimodal models are loaded from its whole names only."""
+    with safe_open(str(file), "numpy") as tensors:
+        return "model.language_model." if any("language_model." in name for name in tensors.keys()) else "model."  # noqa: SIM118
