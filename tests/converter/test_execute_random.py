@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_source import Files, opener
 
-from mtx2vllm.converter.execute.run import run
 from mtx2vllm.converter.execute import slabs as slabs_module
+from mtx2vllm.converter.execute.run import run
 from mtx2vllm.converter.execute.schedule import least, schedule
 from mtx2vllm.converter.plan import Leaf, Move, Op, Plan, Tensor, apply
 from mtx2vllm.converter.shards import layout
