@@ -12,7 +12,8 @@ for each swap, from one run:
     compiled                        programs compiled inside the pause, and on the engine's thread until a second after
 
 and beside them, measured with the engine idle, the raw copy: the same files mapped, each tensor given to `device_put`.
-On a CPU "device memory" is host memory and the engine's step shares its cores with the staging process.
+On a CPU the device's memory is the host's: what was prepared there is not copied once more in the pause, only tensors
+that are taken as they are (embedding, head, norms). Staging and preparing share the cores with the engine's own steps.
 """
 
 import argparse

@@ -48,7 +48,7 @@ Check = Callable[[Session], dict[str, Any]]
 def open_session(family: str, tp: int, expert_parallel: bool, **more: Any) -> Session:
     """Start `family` with random weights and attach to it."""
     arguments = {"tp": tp, **({"enable_expert_parallel": True} if expert_parallel else {}), **more}
-    llm = start(directory(family), family=family, load_format="dummy", **arguments)
+    llm = start(directory(family), family=family, **{"load_format": "dummy"} | arguments)
     from mtx2vllm.reload.engines.tpu_inference import of_llm
 
     engine = of_llm(llm)

@@ -48,9 +48,12 @@ def test_an_engine_in_another_process_is_not_reached_from_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [('{"quantization": "fp8"}', "unquantized engines only"), ('{"enable_lora": true}', "without --enable-lora")],
+    ("model", "settings", "words"),
+    [
+        ("qwen3-fp8", '{"load_format": "auto"}', "unquantized engines only"),
+        ("qwen3", '{"enable_lora": true}', "without --enable-lora"),
+    ],
 )
-def test_a_real_engine_with_other_layers_is_refused(settings: str, words: str) -> None:
-    problems = report("qwen3", 1, False, "exact", settings)["unsupported"]
+def test_a_real_engine_with_other_layers_is_refused(model: str, settings: str, words: str) -> None:
+    problems = report(model, 1, False, "exact", settings)["unsupported"]
     assert problems and all(words in problem for problem in problems)

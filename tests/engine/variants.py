@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -27,10 +27,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-wide": ("qwen3-next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
 }
 
+QUANTIZED = "qwen3-fp8"
+
 
 @cache
 def directory(family: str) -> Path:
     """The Hugging Face directory of a fixture, or of a variant, made now."""
+    if family == QUANTIZED:
+        return _quantized("qwen3")
     if family not in VARIANTS:
         return DATA / family / "hf"
     from mtx2vllm.converter.job import plan
@@ -55,3 +59,22 @@ def _prefix(file: Path) -> str:
     """Where the text model lies in the fixture's own file: multimodal models are loaded from its whole names only."""
     with safe_open(str(file), "numpy") as tensors:
         return "model.language_model." if any("language_model." in name for name in tensors.keys()) else "model."  # noqa: SIM118
+
+
+def _quantized(fixture: str) -> Path:
+    """The fixture with its linears in FP8, one scale a tensor, as published FP8 checkpoints are."""
+    config = json.loads((DATA / fixture / "hf" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    tensors = {}
+    for name, values in load_file(DATA / fixture / "hf" / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = values
+            continue
+        wide = values.astype(np.float32)
+        scale = np.float32(np.abs(wide).max() / 448)
+        tensors[name] = (wide / scale).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}_scale"] = np.array(scale)
+    folder = Path(tempfile.mkdtemp(prefix=f"{QUANTIZED}-"))
+    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
