@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.execute.run import TensorResult
-from mtx2vllm.converter.plan import Plan, Tensor
+from mtx2vllm.converter.plans import Plan, Tensor
 from mtx2vllm.converter.shards import DTYPES, ShardFile
 from mtx2vllm.converter.storage import RangeWriter, join, store_for
 from mtx2vllm.converter.version.header import Stored, read_header

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.expect import LAYER, Expected, Unit, units
 from mtx2vllm.converter.match import matched
-from mtx2vllm.converter.plan import Leaf, Move, Op, Plan, Tensor
+from mtx2vllm.converter.plans import Leaf, Move, Op, Plan, Tensor
 from mtx2vllm.schemas.fused import EXPERT, Fused, fuse, padded
 from mtx2vllm.schemas.rules import Dims, Model, Schema, parse_axes
 

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.plan import Leaf
+from mtx2vllm.converter.plans import Leaf
 from mtx2vllm.schemas.rules import Dims, Model, Rule, Schema, Stack, parse_axes
 
 LAYER = "{layer}"

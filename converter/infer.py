@@ -10,7 +10,7 @@ from math import prod
 
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.expect import Unit, is_layer, iter_expected, units
-from mtx2vllm.converter.plan import Leaf
+from mtx2vllm.converter.plans import Leaf
 from mtx2vllm.schemas import FAMILIES
 from mtx2vllm.schemas.rules import Model, Schema, parse_axes
 

@@ -12,7 +12,7 @@ from mtx2vllm.converter.errors import InputError, UsageError
 from mtx2vllm.converter.execute.schedule import Schedule, needs_of
 from mtx2vllm.converter.expect import is_scanned, predict, units
 from mtx2vllm.converter.infer import infer
-from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.plans import Plan
 from mtx2vllm.converter.shards import ShardFile, layout
 from mtx2vllm.converter.source import Checkpoint, open_checkpoint
 from mtx2vllm.converter.storage import store_for

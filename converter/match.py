@@ -8,7 +8,7 @@ from math import prod
 
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.expect import Expected, Unit, is_layer, iter_expected
-from mtx2vllm.converter.plan import Drop, Leaf
+from mtx2vllm.converter.plans import Drop, Leaf
 from mtx2vllm.schemas.rules import Model, Schema
 
 _HEAD = "decoder.logits_dense.kernel"

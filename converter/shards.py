@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.plan import Tensor
+from mtx2vllm.converter.plans import Tensor
 
 PAGE = 4096
 HEADER_LIMIT = 100_000_000

@@ -11,7 +11,7 @@ from typing import Any
 
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.locate import METADATA, locate
-from mtx2vllm.converter.plan import Drop, Leaf
+from mtx2vllm.converter.plans import Drop, Leaf
 from mtx2vllm.converter.storage import Store, join, parent, store_for
 from mtx2vllm.converter.storage.retry import looked_at_twice
 

@@ -7,7 +7,7 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.plan import Leaf
+from mtx2vllm.converter.plans import Leaf
 from mtx2vllm.converter.shards import ShardFile
 
 

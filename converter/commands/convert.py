@@ -80,8 +80,8 @@ def convert(ckpt: str, out: str, dry_run: bool, as_json: bool, **chosen: Any) ->
     from mtx2vllm.converter.execute.memory import keep_freed_memory
 
     keep_freed_memory()
-    from mtx2vllm.converter.convert import Options, prepare
-    from mtx2vllm.converter.convert import convert as run
+    from mtx2vllm.converter.conversion import Options, prepare
+    from mtx2vllm.converter.conversion import convert as run
 
     if dry_run:
         from mtx2vllm.converter.commands.show import job_json, job_text
@@ -107,7 +107,7 @@ def convert(ckpt: str, out: str, dry_run: bool, as_json: bool, **chosen: Any) ->
 def plan(hf_config: str, as_json: bool, full: bool, **chosen: Any) -> None:
     """Show what a config will become; needs no checkpoint."""
     from mtx2vllm.converter.commands.show import plan_json, plan_text
-    from mtx2vllm.converter.convert import plan as make
+    from mtx2vllm.converter.conversion import plan as make
 
     made = make(hf_config, **chosen)
     click.echo(json.dumps(plan_json(made, full=full)) if as_json else plan_text(made))

@@ -38,7 +38,7 @@ def follow(
     from mtx2vllm.converter.execute.memory import keep_freed_memory
 
     keep_freed_memory()
-    from mtx2vllm.converter.convert import Options
+    from mtx2vllm.converter.conversion import Options
     from mtx2vllm.converter.fleet import follow_log, follow_run
     from mtx2vllm.converter.fleet.follow import Following
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from mtx2vllm.converter.commands.sizes import size
-from mtx2vllm.converter.convert import Converted
+from mtx2vllm.converter.conversion import Converted
 from mtx2vllm.converter.execute.schedule import Schedule
 from mtx2vllm.converter.job import Job
-from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.plans import Plan
 from mtx2vllm.converter.version.verify import Verification
 
 _BAR_EVERY_S = 0.1

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.plan import Move
+from mtx2vllm.converter.plans import Move
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mtx2vllm.converter.execute.screen import screen
 from mtx2vllm.converter.execute.slabs import Part
-from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from mtx2vllm.converter.execute.run import carry_out
 from mtx2vllm.converter.execute.schedule import RUNS, of_slabs
 from mtx2vllm.converter.execute.steps import Progress, Steps
 from mtx2vllm.converter.execute.units import Unit, hashing, units
-from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.plans import Plan
 from mtx2vllm.converter.shards import ShardFile
 from mtx2vllm.converter.source import Checkpoint, open_leaf
 from mtx2vllm.converter.storage import GuestWriter, RangeWriter, SharedWriter, Ticket, store_for

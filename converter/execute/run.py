@@ -10,7 +10,7 @@ from mtx2vllm.converter.execute.digest import Digests, TensorResult
 from mtx2vllm.converter.execute.pipeline import Pipeline
 from mtx2vllm.converter.execute.schedule import Schedule, schedule
 from mtx2vllm.converter.execute.steps import Open, Places, Progress, Steps
-from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.plans import Plan
 from mtx2vllm.converter.shards import ShardFile
 from mtx2vllm.converter.storage import RangeWriter
 

@@ -22,7 +22,7 @@ from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.execute.ring import ALIGNMENT, aligned
 from mtx2vllm.converter.execute.slabs import Part, Slab, lines, slabs
 from mtx2vllm.converter.execute.slabs import part as part_of
-from mtx2vllm.converter.plan import Leaf, Plan, Tensor
+from mtx2vllm.converter.plans import Leaf, Plan, Tensor
 
 How = Literal["gather", "stream", "spill"]
 CHUNKS = 3  # so many of the largest chunks keep two cores decoding while one is being scattered

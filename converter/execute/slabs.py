@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtx2vllm.converter.execute.chunks import Box, Range, flat, meet, span
-from mtx2vllm.converter.plan import Group, Leaf, Move, Plan, Tensor
+from mtx2vllm.converter.plans import Group, Leaf, Move, Plan, Tensor
 
 SMALL = 4 << 20  # a leaf up to this size is read whole: a chunk of a norm is a few KB, and asking costs 0.1 ms
 

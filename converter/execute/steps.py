@@ -16,7 +16,7 @@ from mtx2vllm.converter.execute.ring import Range
 from mtx2vllm.converter.execute.scatter import Scatter, clear_padding
 from mtx2vllm.converter.execute.schedule import Stage
 from mtx2vllm.converter.execute.slabs import Load, Part
-from mtx2vllm.converter.plan import Leaf, Plan
+from mtx2vllm.converter.plans import Leaf, Plan
 from mtx2vllm.converter.storage import GuestWriter, RangeWriter
 from mtx2vllm.converter.storage.retry import looked_at_twice
 

@@ -12,7 +12,7 @@ from math import ceil
 
 from mtx2vllm.converter.execute.schedule import RUNS, runs_of
 from mtx2vllm.converter.execute.slabs import Slab, slabs
-from mtx2vllm.converter.plan import Group, Plan
+from mtx2vllm.converter.plans import Group, Plan
 
 SHARE = 16  # units a machine: the last one to end then costs a sixteenth of a machine's time at most
 ENOUGH = 4  # so many pieces a machine spread evenly enough

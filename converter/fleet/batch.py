@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mtx2vllm.converter.convert import carry_out
+from mtx2vllm.converter.conversion import carry_out
 from mtx2vllm.converter.errors import InputError, Mtx2vllmError, NotCommitted, from_os_error
 from mtx2vllm.converter.fleet.batch_file import Wanted, read_jobs
 from mtx2vllm.converter.fleet.follow_steps import find_steps, is_committed

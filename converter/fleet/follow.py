@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mtx2vllm.converter.convert import Converted, Options, carry_out, prepare
+from mtx2vllm.converter.conversion import Converted, Options, carry_out, prepare
 from mtx2vllm.converter.errors import DifferenceError, InputError, LostRace, NotCommitted, StorageError, UsageError
 from mtx2vllm.converter.fleet import root as roots
 from mtx2vllm.converter.fleet.follow_lease import RootLease

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mtx2vllm.converter.convert import peak_rss
+from mtx2vllm.converter.conversion import peak_rss
 from mtx2vllm.converter.errors import LostRace, UsageError
 from mtx2vllm.converter.fleet.endpoint import Endpoint, Page, health
 from mtx2vllm.converter.fleet.follow import Follower, Following, Status, Stop

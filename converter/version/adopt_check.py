@@ -8,7 +8,7 @@ from typing import Any
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.hf_files import CONFIG, SIDE_FILES
 from mtx2vllm.converter.job import plan
-from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.plans import Plan
 from mtx2vllm.converter.storage import Stat, Store, join, store_for
 from mtx2vllm.converter.version.header import LAYOUT_KEY, Header, Stored, read_header
 from mtx2vllm.converter.version.pieces import fold, head_of, is_text, recipes

@@ -16,7 +16,7 @@ from data_files import DATA, arrays, raw_tensors
 from safetensors.numpy import save_file
 
 from mtx2vllm.converter.cli import main
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError, LostRace
 from mtx2vllm.converter.version import adopt as adopting
 from mtx2vllm.converter.version.adopt import adopt

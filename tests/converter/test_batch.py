@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from data_files import DATA, digests, oracle
 
 from mtx2vllm.converter.cli import main
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError, Mtx2vllmError
 from mtx2vllm.converter.fleet import batch as batches
 from mtx2vllm.converter.fleet.batch import check_batch, run_batch

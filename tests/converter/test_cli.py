@@ -11,7 +11,7 @@ from data_files import DATA
 
 from mtx2vllm.converter.cli import COMMANDS, main
 from mtx2vllm.converter.commands.convert import Size
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 
 RUN, CONFIG = str(DATA / "qwen3" / "scanned"), str(DATA / "qwen3" / "hf")
 
@@ -194,7 +194,7 @@ def test_a_fault_of_ours_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("surprise")
 
-    monkeypatch.setattr("mtx2vllm.converter.convert.plan", broken)
+    monkeypatch.setattr("mtx2vllm.converter.conversion.plan", broken)
     answer = CliRunner().invoke(main, ["plan", "--hf-config", CONFIG])
     assert answer.exit_code == 1
     assert "fault in mtx2vllm" in answer.stderr
@@ -207,7 +207,7 @@ def test_too_little_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("mtx2vllm.converter.convert.plan", broken)
+    monkeypatch.setattr("mtx2vllm.converter.conversion.plan", broken)
     answer = CliRunner().invoke(main, ["plan", "--hf-config", CONFIG])
     assert answer.exit_code == 1
     assert "--memory-budget" in answer.stderr
@@ -219,7 +219,7 @@ def test_many_problems_are_not_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise InputError(f"problem {n}" for n in range(1000))
 
-    monkeypatch.setattr("mtx2vllm.converter.convert.plan", broken)
+    monkeypatch.setattr("mtx2vllm.converter.conversion.plan", broken)
     answer = CliRunner().invoke(main, ["plan", "--hf-config", CONFIG])
     assert answer.exit_code == 3
     assert len(answer.stderr.splitlines()) == 51

@@ -10,8 +10,8 @@ import pytest
 from data_files import arrays, raw_tensors
 from make_run import write_step
 
-from mtx2vllm.converter.convert import convert
-from mtx2vllm.converter.plan import Op, arithmetic
+from mtx2vllm.converter.conversion import convert
+from mtx2vllm.converter.plans import Op, arithmetic
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 P = "params.params.decoder."

@@ -15,7 +15,7 @@ from data_files import DATA, arrays
 from make_run import read_step, write_step
 
 from mtx2vllm.converter.cli import main
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import (
     DifferenceError,
     InputError,

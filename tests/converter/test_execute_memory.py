@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtx2vllm.converter.convert import prepare
+from mtx2vllm.converter.conversion import prepare
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.job import Options
 
@@ -31,7 +31,7 @@ import json, os, resource, sys, threading
 from mtx2vllm.converter.execute.memory import keep_freed_memory
 keep_freed_memory()
 import numpy, tensorstore, blake3
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 limit = int(sys.argv[3])
 if limit:
     data = sum(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024

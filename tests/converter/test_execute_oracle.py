@@ -8,7 +8,7 @@ from memory_source import Files, opener
 from safetensors import deserialize
 
 from mtx2vllm.converter.execute.run import run
-from mtx2vllm.converter.plan import Leaf, Move, Op, Plan, Tensor
+from mtx2vllm.converter.plans import Leaf, Move, Op, Plan, Tensor
 from mtx2vllm.converter.shards import layout
 
 L, E, H, K, D, F, X = 3, 24, 4, 2, 8, 20, 4

@@ -12,7 +12,7 @@ from memory_source import Files, opener
 from mtx2vllm.converter.execute import slabs as slabs_module
 from mtx2vllm.converter.execute.run import run
 from mtx2vllm.converter.execute.schedule import least, schedule
-from mtx2vllm.converter.plan import Leaf, Move, Op, Plan, Tensor, apply
+from mtx2vllm.converter.plans import Leaf, Move, Op, Plan, Tensor, apply
 from mtx2vllm.converter.shards import layout
 
 DEADLOCK = 30.0  # seconds; such a run takes 20 ms

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_files import DATA, arrays, digests, folded, is_text, oracle, raw_tensors
 
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 
 CASES = sorted(
     (family.name, scan)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from data_files import DATA, digests
 
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.expect import predict, units
 from mtx2vllm.converter.infer import infer

@@ -9,7 +9,7 @@ import pytest
 from data_files import DATA
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 RIGHT, WRONG = 1e-5, 1e-2  # relative root mean square; measured: right about 4e-7, wrong about 9e-2

@@ -19,7 +19,7 @@ import pytest
 from data_files import DATA, arrays, raw_tensors
 from safetensors import safe_open
 
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
 from mtx2vllm.converter.storage import posix, store_for
 from mtx2vllm.converter.version import claim, process
@@ -321,7 +321,7 @@ import os, sys
 from pathlib import Path
 from mtx2vllm.converter.version import publish
 from mtx2vllm.converter import source  # everything is imported before the first fork
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.storage.files import FileStore
 import tensorstore
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from patience import patiently
 
-from mtx2vllm.converter.convert import convert, plan
+from mtx2vllm.converter.conversion import convert, plan
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.execute import slabs as slabs_module
 from mtx2vllm.converter.execute import units as units_module
 from mtx2vllm.converter.execute.units import hashing, imbalance, units
-from mtx2vllm.converter.plan import Plan
+from mtx2vllm.converter.plans import Plan
 from mtx2vllm.converter.version.verify import verify_version
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))

@@ -7,7 +7,7 @@ from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.execute import slabs as slabs_module
 from mtx2vllm.converter.execute.schedule import least, needs_of, schedule
 from mtx2vllm.converter.execute.slabs import slabs
-from mtx2vllm.converter.plan import Leaf, Move, Plan, Tensor
+from mtx2vllm.converter.plans import Leaf, Move, Plan, Tensor
 
 L, X, E, F = 4, 8, 64, 48
 

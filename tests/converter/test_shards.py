@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from mtx2vllm.converter.errors import InputError
-from mtx2vllm.converter.plan import Tensor
+from mtx2vllm.converter.plans import Tensor
 from mtx2vllm.converter.shards import PAGE, layout
 
 tensors = st.lists(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from make_run import read_step, write_step
 
 from mtx2vllm.converter import locate as locating
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError, NotCommitted
 from mtx2vllm.converter.locate import locate, steps
 from mtx2vllm.converter.source import normalize, open_checkpoint, open_leaf

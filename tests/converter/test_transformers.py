@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from data_files import DATA
 
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from data_files import DATA, oracle
 
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.reload.staged import StageFailed
 

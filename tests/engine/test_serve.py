@@ -12,7 +12,7 @@ from data_files import DATA
 from fleet.live import CONTENTS, content_of
 
 from engine.serving import ServerProcess, Span, bare_model, differences, spans_of
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 
 pytestmark = pytest.mark.engine
 

@@ -11,7 +11,7 @@ import pytest
 from data_files import DATA
 
 from engine.processes import TESTS
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 
 pytestmark = pytest.mark.engine
 

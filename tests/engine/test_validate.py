@@ -11,7 +11,7 @@ from data_files import DATA
 
 from engine.processes import TESTS
 from engine.validations import ADDITIONAL
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 
 pytestmark = pytest.mark.engine
 

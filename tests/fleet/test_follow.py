@@ -12,7 +12,7 @@ from data_files import DATA, digests, oracle
 from versions import arrays, write_version
 
 from fleet.run_source import CONFIG, Run
-from mtx2vllm.converter.convert import Options
+from mtx2vllm.converter.conversion import Options
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, UsageError
 from mtx2vllm.converter.fleet import follow as following
 from mtx2vllm.converter.fleet import follow_run

@@ -10,7 +10,7 @@ import pytest
 
 from fleet.live import CONTENTS, FollowerProcess, RootWatcher, Trainer, content_of, until
 from fleet.run_source import CONFIG
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 
 CLAIM = ".mtx2vllm.claim.json"
 

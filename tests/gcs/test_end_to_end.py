@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from data_files import DATA, digests, oracle
 
 from gcs import proxy
-from mtx2vllm.converter import convert as conversion
+from mtx2vllm.converter import conversion
 from mtx2vllm.converter.cli import main
 from mtx2vllm.converter.errors import NotCommitted
 from mtx2vllm.converter.storage import join

@@ -11,7 +11,7 @@ from fleet.simulation import simulate
 
 from gcs.test_end_to_end import upload
 from mtx2vllm.converter.cli import main
-from mtx2vllm.converter.convert import Options
+from mtx2vllm.converter.conversion import Options
 from mtx2vllm.converter.fleet import follow as following
 from mtx2vllm.converter.fleet.follow import Follower, Following, Stop
 from mtx2vllm.converter.fleet.follow_lease import RootLease

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from patience import patiently
 
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.execute import slabs as slabs_module
 from mtx2vllm.converter.execute import units as units_module
 from mtx2vllm.converter.storage import store_for

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from data_files import DATA
 
-from mtx2vllm.converter.convert import convert
+from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError, NotCommitted, UsageError
 from mtx2vllm.reload.engines import trial
 from mtx2vllm.reload.validate import Comparison, Validation, _compare, validate

@@ -12,9 +12,9 @@ from data_files import DATA, folded, is_text, raw_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtx2vllm.converter.convert import plan
+from mtx2vllm.converter.conversion import plan
 from mtx2vllm.converter.expect import units
-from mtx2vllm.converter.plan import Move, Plan, apply
+from mtx2vllm.converter.plans import Move, Plan, apply
 from mtx2vllm.schemas import FAMILIES, SCHEMAS
 from mtx2vllm.schemas.model import model_of, schema_of
 from mtx2vllm.schemas.rules import ConfigError, Rule, expect_pattern, need, parse_axes

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pathlib import Path
 from typing import Any
 
 from mtx2vllm.converter.errors import DifferenceError, InputError
@@ -107,9 +108,14 @@ def _whole(location: str) -> str:
 
 
 def peak_rss() -> int:
-    """The largest resident size of this process so far, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """The largest resident size of this process so far, in bytes. Linux's ru_maxrss carries a parent's peak into its
+    children, so /proc is asked first (proc(5), VmHWM)."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 __all__ = ["Converted", "Options", "carry_out", "convert", "plan", "prepare"]
