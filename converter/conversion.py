@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pathlib import Path
 from typing import Any
 
 from mtx2vllm.converter.errors import DifferenceError, InputError
