@@ -20,16 +20,16 @@ EVERY_RUN = [
 ]
 FAMILIES = [
     "qwen3", "qwen3-untied", "llama3.1", "qwen2.5", "gemma2", "gemma3", "olmo3", "mixtral", "qwen3-moe", "qwen3-next",
-    "qwen3.5-moe", "gpt-oss-hd64", "deepseek3",
+    "qwen3.5-moe", "gpt-oss-hd64", "deepseek3", "llama4", "llama4-dense", "gemma4-pages", "gemma4-moe-pages",
 ]  # fmt: skip
 WIDE = ["qwen3-next-wide", "qwen3.5-moe-wide"]  # variants with four linear key heads
-EXPERTS = ["mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe", "gpt-oss-hd64", *WIDE]
+EXPERTS = ["mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe", "gpt-oss-hd64", "llama4-dense", *WIDE]
 # The delta net's key heads must divide by TP, and the fixtures have two of them.
 WIDEST = dict.fromkeys([*FAMILIES, *WIDE], 4) | {"qwen3-next": 2, "qwen3.5-moe": 2}
 MATRIX = [(f, tp, False) for f in FAMILIES for tp in (1, WIDEST[f])]
 MATRIX += [(f, 4, False) for f in WIDE] + [(f, WIDEST[f], True) for f in EXPERTS]
 
-ENGINES_OWN = {"_k_scale", "_v_scale", "_q_scale", "_prob_scale", "cos_sin_cache", "normalizer"}
+ENGINES_OWN = {"_k_scale", "_v_scale", "_q_scale", "_prob_scale", "cos_sin_cache", "normalizer", "root_size"}
 # tpu-inference divides by the largest float where the KV cache is not quantized, and the quotient is flushed to zero: a
 # cold start has the same zeros. The state's comparison covers W_UK_T and W_UV; the log-probabilities do NOT depend on them.
 ZERO_SCALES = {"deepseek3": {"W_UK_T_scale", "W_UV_scale"}}
