@@ -32,9 +32,9 @@ def reloads(session: Session, count: int = 10) -> dict[str, Any]:
             agent._replica._loaded = None
             agent.load(step)
             generated(session.llm)
+            rows.append(_memory())
             if number % 10 < 2 or number >= count - 2:
                 digests[step].add(session.engine.digest())
-            rows.append(_memory())
         for agent in ways.values():
             agent.stop()
     settled, last = rows[SETTLED - 1], rows[-1]
