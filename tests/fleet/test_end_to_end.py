@@ -131,8 +131,15 @@ def judge(fleet: Fleet, steps: list[int]) -> None:
     )
 
 
+def show(fleet: Fleet) -> None:
+    print(
+        "\n| # | kill -9 of | after s | served | published | serves then | back after s |\n|---|---|---|---|---|---|---|"
+    )
+    print("\n".join(fleet.rows))
+
+
 def test_kills_of_follower_engine_and_both(tmp_path: Path) -> None:
-    survive(tmp_path, ("follower", "engine", "follower", "both"), seed=1)
+    show(survive(tmp_path, ("follower", "engine", "follower", "both"), seed=1))
 
 
 @pytest.mark.soak
