@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,9 @@ def test_a_request_in_flight_goes_through_three_versions(story: dict[str, Any]) 
 def test_every_span_is_what_a_cold_engine_of_that_version_says(story: dict[str, Any]) -> None:
     spans = [*story["held"], *story["long"], *story["after"]]
     more = {"version": str(story["root"] / "30"), "root": str(story["root"]), "prompt": PROMPTS[2]}
-    problems, found = differences(spans, content_of, more)
-    assert problems == []
+    imposter = replace(story["held"][0], version="20")  # what 10 said, in the name of 20
+    problems, found = differences([*spans, imposter], content_of, more)
+    assert problems == ["version 20, 8 tokens after 3: tokens differ"]
     started = found["started_from"]
     assert (started["ready"], started["loaded"], started["reloads"], started["weight_version"]) == (True, 30, 0, "30")
     assert tuple(started["tokens"]) == story["after"][0].tokens

@@ -148,7 +148,4 @@ def test_thirty_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     kills = random.Random(seed).choices(("follower", "engine", "both"), k=30)
     fleet = survive(tmp_path, kills, seed)
     with capsys.disabled():
-        print(
-            "\n| # | kill -9 of | after s | served | published | serves then | back after s |\n|---|---|---|---|---|---|---|"
-        )
-        print("\n".join(fleet.rows))
+        show(fleet)
