@@ -1,5 +1,6 @@
 """A staged version: arrays that map what the staging process has read. Nothing is copied."""
 
+import ctypes
 import mmap
 import os
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from mtx2vllm.schemas.manifest import Manifest
 
 _POPULATE_READ = 22  # madvise, Linux 5.14: fault the pages in now, not during the pause
 _STRIDE = 32 << 20
+_LIBC = ctypes.CDLL(None)
 
 Identity = tuple[int, ...]
 
@@ -123,11 +125,12 @@ def _array(source: mmap.mmap | None, offset: int, target: Target) -> NDArray[Any
 
 
 def _populate(source: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Page tables now rather than page faults in the pause; in strides, for the call may hold the GIL."""
+    """Page tables now rather than page faults in the pause. Called in C: `mmap.madvise` holds the GIL, and the engine's
+    steps with it, for as long as pages must be read again. In strides, so that an end of the process need not wait."""
     begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
     end = min(offset + nbytes, len(source))
+    base = np.frombuffer(source, np.uint8).ctypes.data
     for start in range(begin, end, _STRIDE):
-        try:
-            source.madvise(_POPULATE_READ, start, min(_STRIDE, end - start))
-        except (OSError, ValueError):
+        length = min(_STRIDE, end - start)
+        if _LIBC.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _POPULATE_READ):
             return  # an older kernel; faults will do
