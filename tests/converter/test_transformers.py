@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from data_files import DATA
 
 from mtx2vllm.converter.conversion import convert
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 # Families with MaxText's own logits are compared with those: test_logits.
 FAMILIES = sorted(

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from data_files import DATA, oracle
 
 from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.reload.staged import StageFailed
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine  # vLLM's own layer types are imported
 
 FAMILY = "gemma3"  # a text model inside a multimodal wrapper
