@@ -122,8 +122,8 @@ def unpin(root: str) -> None:
     """Let the replicas of ROOT follow their policy again."""
     from mtx2vllm.converter.fleet.versions import unpin as run
 
-    run(root)
-    click.echo(f"{root} is not pinned")
+    was = run(root)
+    click.echo(f"{root} is not pinned" if was is None else f"{root} is no longer pinned (was {was})")
 
 
 @click.command()
@@ -132,7 +132,10 @@ def unpin(root: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @JSON
 def prune(root: str, keep: int, dry_run: bool, as_json: bool) -> None:
-    """Remove old versions of ROOT; never one that is newest, pinned, served by a live replica, or being written."""
+    """Remove old versions of ROOT; never one that is newest, pinned, served by a live replica, or being written.
+
+    Files that mtx2vllm did not write are never removed.
+    """
     from mtx2vllm.converter.commands.show_fleet import pruned_text
     from mtx2vllm.converter.fleet.versions import prune as run
 

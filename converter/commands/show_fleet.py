@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtx2vllm.converter.commands.sizes import size
+from mtx2vllm.converter.fleet.contents import shown
 from mtx2vllm.converter.fleet.versions import Fleet, Pruned, ReplicaRow, VersionRow
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def versions_text(fleet: Fleet) -> str:
 
 
 def _state(row: VersionRow) -> str:
+    if row.foreign and not row.complete:
+        return "not a version (foreign files)"
     whole = "complete" if row.complete else "being written" if row.writing else "incomplete"
     words = [whole if row.problem is None else "unreadable", "newest" * row.newest, "pinned" * row.pinned]
     return ", ".join(word for word in words if word)
@@ -112,4 +115,6 @@ def pruned_text(pruned: Pruned) -> str:
     verb = "would remove" if pruned.dry_run else "removed"
     lines = [f"{verb} {step}" for step in pruned.removed]
     lines += [f"keeps {step}: {reason}" for step, reason in pruned.kept.items()]
+    rest = "the directory stays for files that mtx2vllm did not write"
+    lines += [f"{step}: {rest} ({shown(names)})" for step, names in pruned.left.items()]
     return "\n".join([*lines, f"{verb} {_count(len(pruned.removed), 'version')}, {size(pruned.freed)}"])

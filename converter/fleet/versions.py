@@ -1,7 +1,7 @@
 """The versions of a root as a fleet sees them: which there are, who serves what, what may go.
 
-Retention never removes a version that is newest, pinned, leased by a live replica, or being written. A lease whose
-heartbeat is older than its `ttl_s` protects nothing.
+Retention never removes a version that is newest, pinned, leased by a live replica, or being written, and no file that
+mtx2vllm did not write. A lease whose heartbeat is older than its `ttl_s` protects nothing.
 """
 
 import time
@@ -9,15 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mtx2vllm.converter.errors import InputError, UsageError
-from mtx2vllm.converter.fleet import root
-from mtx2vllm.converter.storage import Stat, Store, join, store_for
-from mtx2vllm.converter.version import claim
+from mtx2vllm.converter.errors import InputError, LostRace, UsageError
+from mtx2vllm.converter.fleet import contents, root
+from mtx2vllm.converter.fleet.contents import Contents
+from mtx2vllm.converter.fleet.places import require_root, require_versions
+from mtx2vllm.converter.storage import Store, join, store_for
 from mtx2vllm.converter.version.verify import load_manifest
-
-# A directory without claim and manifest may be a copy in progress that we know nothing of: it is left alone as long
-# as anything in it is younger than this.
-QUIET_S = 3600.0
 
 Clock = Callable[[], float]
 
@@ -25,7 +22,7 @@ Clock = Callable[[], float]
 @dataclass(frozen=True, slots=True)
 class VersionRow:
     """One version. `bytes` and `age` (seconds since publication) are None where it is not complete; `problem` says
-    why a manifest cannot be read."""
+    why a manifest cannot be read; `foreign` are files of other programs in a directory that is no version."""
 
     step: int
     complete: bool
@@ -36,6 +33,7 @@ class VersionRow:
     writing: bool
     served_by: tuple[str, ...]
     problem: str | None = None
+    foreign: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +68,15 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """`removed` and `kept`, with the reason for each that stays; `freed` bytes of complete versions."""
+    """`removed` and `kept`, with the reason for each that stays; `freed` bytes of complete versions. `left` are the files
+    of others for which the directory of a removed version stays."""
 
     root: str
     dry_run: bool
     removed: tuple[int, ...]
     kept: Mapping[int, str]
     freed: int
+    left: Mapping[int, tuple[str, ...]]
 
     def to_json(self) -> dict[str, Any]:
         """The object that `prune --json` prints."""
@@ -87,8 +87,9 @@ def list_versions(location: str, clock: Clock = time.time) -> Fleet:
     """Every version of a root, newest first, and every replica.
 
     Raises:
-        InputError: the pin cannot be read, or the root cannot.
+        InputError: the pin cannot be read, or the root cannot; it is no root.
     """
+    require_root(location)
     store, now = store_for(location), clock()
     steps = root.steps_in(store.listdir(location))
     stats = {step: store.stat(root.manifest_path(location, step)) for step in steps}
@@ -100,12 +101,13 @@ def list_versions(location: str, clock: Clock = time.time) -> Fleet:
     for step in steps:
         stat = stats[step]
         size, problem = _size(store, location, step) if stat else (None, None)
+        inside = None if stat else contents.unfinished(store, location, step, now)
         rows.append(
             VersionRow(
                 step, stat is not None, size, max(now - stat.modified, 0.0) if stat else None,
                 newest=bool(complete) and step == complete[0], pinned=step == pin,
-                writing=stat is None and _being_written(store, location, step, now) is not None,
-                served_by=tuple(serving.get(step, ())), problem=problem,
+                writing=inside is not None and inside.writing,
+                served_by=tuple(serving.get(step, ())), problem=problem, foreign=inside.foreign if inside else (),
             )
         )  # fmt: skip
     replicas = tuple(_replica(seen, complete, pin) for seen in agents)
@@ -117,8 +119,9 @@ def pin(location: str, step: int) -> None:
     """Make every replica of the root serve `step`, whatever its policy.
 
     Raises:
-        InputError: the root holds no such complete version.
+        InputError: the root holds no such complete version, or is no root.
     """
+    require_root(location)
     store = store_for(location)
     if store.stat(root.manifest_path(location, step)) is None:
         steps = root.steps_in(store.listdir(location))
@@ -128,43 +131,62 @@ def pin(location: str, step: int) -> None:
     store.replace(join(location, root.PIN), root.dumps(root.Pin(step=step)))
 
 
-def unpin(location: str) -> None:
-    """Let every replica follow its policy again. Nothing happens where nothing is pinned."""
+def unpin(location: str) -> int | None:
+    """Let every replica follow its policy again. The step that was pinned; None where nothing was, or nothing that can
+    be read.
+
+    Raises:
+        InputError: it is no root.
+    """
+    require_root(location)
+    try:
+        step = root.read_pin(location)
+    except InputError:
+        step = None
     store_for(location).delete(join(location, root.PIN))
+    return step
 
 
 def prune(location: str, keep: int, dry_run: bool = False, clock: Clock = time.time) -> Pruned:
     """Remove all but the newest `keep` complete versions, and what killed writers have left.
 
     Raises:
-        UsageError: `keep` is less than 1. InputError: the pin cannot be read, so that nothing is safe to remove.
+        UsageError: `keep` is less than 1.
+        InputError: the pin cannot be read, so that nothing is safe to remove; it is no root, or holds no version.
     """
     if keep < 1:
         raise UsageError("--keep must be at least 1: the newest version is never removed.")
+    require_root(location)
+    require_versions(location)
     store = store_for(location)
     removed: list[int] = []
     kept: dict[int, str] = {}
+    left: dict[int, tuple[str, ...]] = {}
     freed, complete = 0, 0
     for step in root.steps_in(store.listdir(location)):
-        stat = store.stat(root.manifest_path(location, step))
-        complete += stat is not None
-        reason = _reason(store, location, step, stat, (complete, keep), clock())
+        committed = store.stat(root.manifest_path(location, step)) is not None
+        complete += committed
+        reason = _reason(store, location, step, (complete, keep), clock()) if committed else None
         if reason is not None:
             kept[step] = reason
             continue
-        freed += (_size(store, location, step)[0] or 0) if stat else 0
+        inside = _inside(store, location, step, committed, clock())
+        size = (_size(store, location, step)[0] or 0) if committed else 0
+        reason = inside.stays or (None if dry_run else _remove(store, location, step, inside))
+        if reason is not None:
+            kept[step] = reason
+            continue
+        freed += size
         removed.append(step)
-        if not dry_run:
-            _remove(store, location, step)
-    return Pruned(location, dry_run, tuple(removed), kept, freed)
+        if inside.foreign:
+            left[step] = inside.foreign
+    return Pruned(location, dry_run, tuple(removed), kept, freed, left)
 
 
-def _reason(store: Store, location: str, step: int, stat: Stat | None, rank: tuple[int, int], now: float) -> str | None:
+def _reason(store: Store, location: str, step: int, rank: tuple[int, int], now: float) -> str | None:
     """Why a version stays, None where nothing speaks for it. Pin and leases are read for each version anew: they may
     have changed while the one before was being deleted."""
     complete, keep = rank
-    if stat is None:
-        return _being_written(store, location, step, now)
     if complete == 1:
         return "newest"
     if step == root.read_pin(location, store):
@@ -175,33 +197,19 @@ def _reason(store: Store, location: str, step: int, stat: Stat | None, rank: tup
     return f"one of the newest {keep}" if complete <= keep else None
 
 
-def _remove(store: Store, location: str, step: int) -> None:
-    """The manifest first: from then on nobody takes the rest for a version."""
-    store.delete(root.manifest_path(location, step))
-    store.delete_all(join(location, str(step)))
+def _inside(store: Store, location: str, step: int, committed: bool, now: float) -> Contents:
+    if committed:
+        return contents.published(store, join(location, str(step)))
+    return contents.unfinished(store, location, step, now)
 
 
-def _being_written(store: Store, location: str, step: int, now: float) -> str | None:
-    """Who writes an uncommitted version, in words; None where nobody seems to."""
-    follower = root.read_follower(location, now)
-    if follower is not None and follower.alive and follower.lease.writing == step:
-        return "being written by the follower"
-    directory = join(location, str(step))
-    path = join(directory, claim.NAME)
-    stat, record = store.stat(path), claim.read(store, directory)
-    if stat is not None and record is not None:
-        alive = claim.is_live(record, stat.modified, now)
-        return f"being written by process {record.pid} on {record.host}" if alive else None
-    young = _youngest(store, directory)
-    if young is None or now - young < QUIET_S:
-        return "not complete, and younger than an hour: somebody may be copying it here"
+def _remove(store: Store, location: str, step: int, inside: Contents) -> str | None:
+    """Remove what is ours; why it stays where another writer came first."""
+    try:
+        contents.remove(store, join(location, str(step)), inside.ours)
+    except LostRace:
+        return "being written by somebody who came just now"
     return None
-
-
-def _youngest(store: Store, directory: str) -> float | None:
-    """When anything below was last written; None where nothing is there (a directory just made)."""
-    stats = (store.stat(join(directory, name)) for name in store.walk(directory))
-    return max((stat.modified for stat in stats if stat is not None), default=None)
 
 
 def _serving(agents: Sequence[root.Seen[root.Lease]]) -> dict[int, list[str]]:

@@ -3,15 +3,18 @@
 import itertools
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+from fleet.run_source import STEPS
 from versions import arrays, write_version
 
 from mtx2vllm.converter.errors import InputError, UsageError
 from mtx2vllm.converter.fleet import root
-from mtx2vllm.converter.fleet.versions import QUIET_S, list_versions, pin, prune, unpin
+from mtx2vllm.converter.fleet.contents import QUIET_S
+from mtx2vllm.converter.fleet.versions import list_versions, pin, prune, unpin
 from mtx2vllm.converter.storage import store_for
 from mtx2vllm.converter.version import claim, process
 
@@ -84,13 +87,14 @@ def test_pin_and_unpin(fleet: Path) -> None:
     assert (found.replicas[0].behind, found.replicas[0].lag) == (1, -2)
     pin(str(fleet), 10)
     assert root.read_pin(str(fleet)) == 10
-    unpin(str(fleet))
-    unpin(str(fleet))
+    assert unpin(str(fleet)) == 10
+    assert unpin(str(fleet)) is None
     assert root.read_pin(str(fleet)) is None
     with pytest.raises(InputError, match=r"holds no complete version 77; it holds 11, 10, 9, 8\."):
         pin(str(fleet), 77)
+    (fleet / "empty").mkdir()
     with pytest.raises(InputError, match="it holds none"):
-        pin(str(fleet / "nowhere"), 1)
+        pin(str(fleet / "empty"), 1)
 
 
 def test_prune_keeps_the_newest(fleet: Path) -> None:
@@ -141,8 +145,8 @@ def test_half_written(fleet: Path) -> None:
     (fleet / "24").mkdir()
     (fleet / "24" / "model.safetensors").write_bytes(b"copied by somebody")
     (fleet / "25").mkdir()
-    (fleet / "25" / "old").write_bytes(b"left behind")
-    os.utime(fleet / "25" / "old", (NOW - QUIET_S - 5, NOW - QUIET_S - 5))
+    (fleet / "25" / ".mtx2vllm-old").write_bytes(b"left behind")
+    os.utime(fleet / "25" / ".mtx2vllm-old", (NOW - QUIET_S - 5, NOW - QUIET_S - 5))
     (fleet / "26").mkdir()
     (fleet / "27").mkdir()
     (fleet / "27" / "x").write_bytes(b"")
@@ -172,8 +176,8 @@ def test_a_pin_that_comes_while_pruning(fleet: Path, monkeypatch: pytest.MonkeyP
 
     remove = versions._remove
 
-    def and_pin(store, location, step):
-        remove(store, location, step)
+    def and_pin(store, location, step, inside):
+        remove(store, location, step, inside)
         pin(location, 8)
 
     monkeypatch.setattr(versions, "_remove", and_pin)
@@ -188,7 +192,121 @@ def test_a_manifest_that_cannot_be_read_is_shown(fleet: Path) -> None:
     assert row.complete and row.bytes is None and row.problem is not None and "not a valid manifest" in row.problem
 
 
-def test_no_root(tmp_path: Path) -> None:
-    found = list_versions(str(tmp_path / "nowhere"))
-    assert found.versions == () and found.replicas == ()
-    assert prune(str(tmp_path / "nowhere"), 1).removed == ()
+def aged(directory: Path, seconds: float = QUIET_S + 60) -> dict[str, bytes]:
+    """Make everything below a directory old; what it holds."""
+    files = {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    for name in files:
+        os.utime(directory / name, (NOW - seconds, NOW - seconds))
+    return files
+
+
+def holds(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_a_trainer_s_steps_are_never_pruned(tmp_path: Path, below: str) -> None:
+    shutil.copytree(STEPS, tmp_path / "checkpoints")
+    for step in (2, 3):
+        (tmp_path / "checkpoints" / str(step) / "commit_success.txt").write_text("done")
+    before = aged(tmp_path)
+    with pytest.raises(InputError, match="is a trainer's checkpoint directory"):
+        prune(str(tmp_path / below), 1)
+    assert holds(tmp_path) == before
+
+
+def test_nor_where_versions_lie_among_them(fleet: Path) -> None:
+    shutil.copytree(STEPS / "3", fleet / "3")
+    before = aged(fleet / "3")
+    result = prune(str(fleet), 1)
+    assert result.removed == (10, 9, 8) and "not a version" in result.kept[3]
+    assert holds(fleet / "3") == before
+    row = next(row for row in list_versions(str(fleet)).versions if row.step == 3)
+    assert not row.complete and not row.writing and "items/_METADATA" in row.foreign
+
+
+def test_a_claim_in_a_trainer_s_step_makes_it_no_version(fleet: Path) -> None:
+    """A conversion that was given a wrong OUT and killed before it looked."""
+    claimed(fleet, 3, age=9999)
+    shutil.copytree(STEPS / "3", fleet / "3", dirs_exist_ok=True)
+    before = holds(fleet / "3")
+    assert 3 in prune(str(fleet), 1, clock=later(0)).kept
+    assert holds(fleet / "3") == before
+
+
+def test_somebody_s_model_is_never_pruned(fleet: Path) -> None:
+    """With the names that our own Hugging Face layout has, and a temporary file of ours beside them."""
+    write_version(fleet / "7", arrays(7), layout="hf", commit=False)
+    (fleet / "7" / ".mtx2vllm-0123").write_bytes(b"")
+    before = aged(fleet / "7")
+    result = prune(str(fleet), 1)
+    assert "model-00001-of-00002.safetensors" in result.kept[7] and holds(fleet / "7") == before
+
+
+def test_an_adopted_model_is_never_pruned(fleet: Path) -> None:
+    write_version(fleet / "7", arrays(7), layout="hf")
+    manifest = json.loads((fleet / "7" / "mtx2vllm.json").read_text())
+    manifest["source"] = {"uri": str(fleet / "7"), "step": 7, "kind": "hf"}
+    (fleet / "7" / "mtx2vllm.json").write_text(json.dumps(manifest))
+    before = holds(fleet / "7")
+    assert prune(str(fleet), 1).kept[7].startswith("adopted in its place") and holds(fleet / "7") == before
+
+
+def test_foreign_files_in_a_version_stay(fleet: Path) -> None:
+    (fleet / "8" / "notes").mkdir()
+    (fleet / "8" / "notes" / "why.txt").write_text("mine")
+    result = prune(str(fleet), 1)
+    assert result.removed == (10, 9, 8) and result.left == {8: ("notes/why.txt",)}
+    assert holds(fleet / "8") == {"notes/why.txt": b"mine"}
+    assert not (fleet / "8" / "canonical").exists() and not (fleet / "9").exists()
+
+
+def test_a_dead_claim_s_files_go_and_others_stay(fleet: Path) -> None:
+    claimed(fleet, 5, age=9999, files=["canonical/model.safetensors", "../9/config.json"])
+    (fleet / "5" / "canonical").mkdir()
+    for name in ("canonical/model.safetensors", ".mtx2vllm-7", "mine.txt"):
+        (fleet / "5" / name).write_bytes(b"x")
+    result = prune(str(fleet), 4, clock=later(0))
+    assert result.removed == (5,) and result.left == {5: ("mine.txt",)}
+    assert holds(fleet / "5") == {"mine.txt": b"x"} and (fleet / "9" / "config.json").exists()
+
+
+def test_a_manifest_that_cannot_be_read_protects(fleet: Path) -> None:
+    (fleet / "8" / "mtx2vllm.json").write_text("{}")
+    before = holds(fleet / "8")
+    assert "cannot be read" in prune(str(fleet), 1).kept[8] and holds(fleet / "8") == before
+
+
+def test_a_killed_prune_is_finished_by_the_next(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(claim, "delete", die)
+        patch.setattr(claim.Claim, "__exit__", lambda self, *_: self._stop.set())
+        with pytest.raises(Killed):
+            prune(str(fleet), 3)
+    assert not (fleet / "8" / "mtx2vllm.json").exists() and (fleet / "8" / "canonical").exists()
+    record = json.loads((fleet / "8" / claim.NAME).read_text()) | {"started": 1}
+    (fleet / "8" / claim.NAME).write_text(json.dumps(record))
+    assert prune(str(fleet), 3).removed == (8,) and not (fleet / "8").exists()
+
+
+def test_no_root(fleet: Path) -> None:
+    calls = (list_versions, lambda at: prune(at, 1), lambda at: pin(at, 9), unpin)
+    for call in calls:
+        with pytest.raises(InputError, match="does not exist"):
+            call(str(fleet / "nowhere"))
+        with pytest.raises(InputError, match="is a file"):
+            call(str(fleet / "12"))
+        with pytest.raises(InputError, match=f"is itself a version, .* give {fleet}$"):
+            call(str(fleet / "9"))
+    (fleet / "empty").mkdir()
+    assert list_versions(str(fleet / "empty")).versions == ()
+    assert prune(str(fleet / "empty"), 1).removed == ()
+    (fleet / "empty" / "thesis").mkdir()
+    with pytest.raises(InputError, match="holds no committed version"):
+        prune(str(fleet / "empty"), 1)

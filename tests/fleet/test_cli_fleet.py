@@ -74,7 +74,8 @@ def test_pin_and_unpin(root: Path) -> None:
     assert "pinned" in shown["10"]
     assert "90 steps ahead of the pin" in shown["sampler-0"]
     assert "up to date" in shown["sampler-1"]
-    assert run("unpin", root).exit_code == 0
+    assert run("unpin", root).stdout == f"{root} is no longer pinned (was 10)\n"
+    assert run("unpin", root).stdout == f"{root} is not pinned\n"
     assert not (root / ".pin.json").exists()
 
 
@@ -93,6 +94,24 @@ def test_prune_shows_first_and_keeps_what_is_served(root: Path) -> None:
     assert "keeps 10: served by sampler-1" in shown.stdout
     assert "removed 1 version," in shown.stdout
     assert sorted(p.name for p in root.iterdir() if p.name[0] != ".") == ["10", "100", "110"]
+
+
+def test_what_others_wrote_is_shown_and_stays(root: Path) -> None:
+    (root / "5" / "items").mkdir(parents=True)
+    (root / "5" / "items" / "_METADATA").write_text("{}")
+    (root / "9" / "mine.txt").write_text("")
+    os.utime(root / "5" / "items" / "_METADATA", (0, 0))
+    assert lines(run("versions", root))["5"].rstrip().endswith("not a version (foreign files)")
+    shown = run("prune", root, "--keep", 1).stdout
+    assert "keeps 5: not a version: it holds files that mtx2vllm did not write (items/_METADATA)" in shown
+    assert "9: the directory stays for files that mtx2vllm did not write (mine.txt)" in shown
+
+
+@pytest.mark.parametrize("words", [("versions",), ("prune", "--keep", 1), ("unpin",)])
+def test_what_is_no_root(root: Path, words: tuple[object, ...]) -> None:
+    for place in (root / "nowhere", root / "9", root / "9" / "config.json"):
+        result = run(*words, place)
+        assert result.exit_code == 3 and str(place) in result.stderr and "Traceback" not in result.stderr
 
 
 def test_an_empty_root(tmp_path: Path) -> None:
