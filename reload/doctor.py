@@ -19,6 +19,7 @@ from typing import Any
 from mtx2vllm.converter.errors import InputError, LostRace
 from mtx2vllm.converter.fleet import root as roots
 from mtx2vllm.converter.storage import LEFTOVER, Store, join, store_for
+from mtx2vllm.reload import accelerator
 from mtx2vllm.reload.settings import PREFIX, read_environment
 
 _PACKAGES = (
@@ -70,7 +71,7 @@ class Examination:
 def examine(root: str | None, environ: Mapping[str, str] | None = None) -> Examination:
     """Look at everything; `root` defaults to MTX2VLLM_WATCH."""
     environ = os.environ if environ is None else environ
-    found = [*_versions(), *_engine(), *_settings(environ)]
+    found = [*_versions(), *_engine(environ), *_settings(environ)]
     root = root or environ.get(PREFIX + "WATCH") or None
     if root:
         found += _root(root)
@@ -85,7 +86,7 @@ def _versions() -> list[Finding]:
     return [Finding("ok", "packages", f"Python {platform.python_version()}, {', '.join(have)}")]
 
 
-def _engine() -> list[Finding]:
+def _engine(environ: Mapping[str, str]) -> list[Finding]:
     found = []
     plugins = [e.value for e in metadata.entry_points(group="vllm.general_plugins") if e.name == "mtx2vllm"]
     if plugins:
@@ -94,7 +95,7 @@ def _engine() -> list[Finding]:
         found.append(
             Finding("problem", "plugin", "vLLM will not find the plugin; install mtx2vllm where vLLM is installed")
         )
-    allowed = os.environ.get("VLLM_PLUGINS")
+    allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and "mtx2vllm" not in allowed.split(","):
         found.append(
             Finding("problem", "plugin", f"VLLM_PLUGINS={allowed} leaves mtx2vllm out; add it or unset the variable")
@@ -110,7 +111,16 @@ def _engine() -> list[Finding]:
         found.append(
             Finding("ok", "engine", "tpu-inference has no load_canonical_weights; mtx2vllm's own loader will be used")
         )
-    return found
+    return [*found, _accelerator(environ)]
+
+
+def _accelerator(environ: Mapping[str, str]) -> Finding:
+    why = accelerator.missing(environ)
+    if why is not None:
+        return Finding("note", "accelerator", f"no TPU device is visible here: {why}")
+    if chosen := environ.get("JAX_PLATFORMS"):
+        return Finding("ok", "accelerator", f"JAX_PLATFORMS={chosen}")
+    return Finding("ok", "accelerator", ", ".join(accelerator.devices()))
 
 
 def _native() -> bool | None:
@@ -177,10 +187,14 @@ def _writing(store: Store, root: str) -> list[Finding]:
             )
         ]
     skew = stat.modified - (before + after) / 2
-    text = f"the store's clock differs from this machine's by {skew:+.1f} s"
+    text = f"the store's clock differs from this machine's by {_tenths(skew):+.1f} s"
     level = "ok" if abs(skew) < _SKEW_S + (after - before) else "problem"
     hint = "" if level == "ok" else "; leases are told alive or dead by it: set the clocks (NTP)"
     return [Finding("ok", "writing", f"{root} can be written"), Finding(level, "clock", text + hint)]
+
+
+def _tenths(seconds: float) -> float:
+    return round(seconds, 1) + 0.0  # no -0.0
 
 
 def _events(root: str) -> Finding:
@@ -226,6 +240,13 @@ def _poke(root: str, store: Callable[[str], Store] = store_for) -> None:
         store(root).delete(path)
 
 
+def _replica(seen: roots.Seen[roots.Lease]) -> Finding:
+    lease, expired = seen.lease, "" if seen.alive else " (expired)"
+    text = f"{lease.replica} serves {lease.loaded}, {lease.state}, seen {seen.age:.0f} s ago{expired}"
+    level = "ok" if seen.alive and not lease.error else "note"
+    return Finding(level, "replica", text + (f": {lease.error}" if lease.error else ""))
+
+
 def _fleet(root: str) -> list[Finding]:
     now = time.time()
     found = []
@@ -233,20 +254,13 @@ def _fleet(root: str) -> list[Finding]:
     if follower is None:
         found.append(Finding("note", "follower", "none has written here"))
     else:
-        life = "lives" if follower.alive else f"is dead for {follower.age:.0f} s"
-        found.append(Finding("ok" if follower.alive else "note", "follower", f"{follower.lease.holder} {life}"))
-    for seen in roots.read_agents(root, now):
-        lease = seen.lease
-        text = f"{lease.replica} serves {lease.loaded}, {lease.state}, seen {seen.age:.0f} s ago" + (
-            "" if seen.alive else " (expired)"
-        )
-        found.append(
-            Finding(
-                "ok" if seen.alive and not lease.error else "note",
-                "replica",
-                text + (f": {lease.error}" if lease.error else ""),
-            )
-        )
+        lease = follower.lease
+        text = f"{lease.holder} lives" if follower.alive else f"{lease.holder} is dead for {follower.age:.0f} s"
+        if lease.ttl_s <= 0:  # given back
+            text = "none is running (the last one stopped cleanly)"
+        alive = follower.alive and lease.ttl_s > 0
+        found.append(Finding("ok" if alive else "note", "follower", text))
+    found += [_replica(seen) for seen in roots.read_agents(root, now)]
     pin = roots.read_pin(root)
     return (
         found

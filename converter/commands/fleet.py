@@ -9,6 +9,21 @@ import click
 from mtx2vllm.converter.commands.convert import JSON, conversion_options
 
 
+class Step(click.ParamType[int]):
+    """The number of a version."""
+
+    name = "step"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        if not (value.isascii() and value.isdigit()):
+            self.fail(
+                f"{value!r} is not a step; give the number of a version, as `mtx2vllm versions` shows it", param, ctx
+            )
+        return int(value)
+
+
 @click.command()
 @click.argument("run")
 @click.argument("root")
@@ -107,7 +122,7 @@ def versions(root: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("root")
-@click.argument("step", type=click.IntRange(0))
+@click.argument("step", type=Step())
 def pin(root: str, step: int) -> None:
     """Make every replica of ROOT serve version STEP, within one poll interval, until `unpin`."""
     from mtx2vllm.converter.fleet.versions import pin as run

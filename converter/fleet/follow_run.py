@@ -21,12 +21,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mtx2vllm.converter.conversion import peak_rss
-from mtx2vllm.converter.errors import LostRace, UsageError
+from mtx2vllm.converter.errors import InputError, LostRace, UsageError
 from mtx2vllm.converter.fleet.endpoint import Endpoint, Page, health
 from mtx2vllm.converter.fleet.follow import Follower, Following, Status, Stop
 from mtx2vllm.converter.fleet.follow_lease import RootLease
 from mtx2vllm.converter.fleet.follow_steps import find_steps
-from mtx2vllm.converter.hf_files import find_config
+from mtx2vllm.converter.fleet.places import refuse_overlap
+from mtx2vllm.converter.hf_files import CONFIG, find_config
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +57,12 @@ def follow(chosen: Following, stop: Stop, follower: Follower) -> None:
     """Follow until `stop` is set.
 
     Raises:
-        InputError, UsageError: what was asked for can never work: no such config, a root or run that may not be read.
+        InputError, UsageError: what was asked for can never work: no such config, a root or run that may not be read, a
+            root inside the run.
         LostRace: another follower writes into the root, and `chosen.wait` is false.
     """
-    if chosen.options.hf_config or chosen.options.base:
-        find_config(chosen.options.hf_config or chosen.options.base, None)
-    find_steps(chosen.run)
+    refuse_overlap(chosen.run, chosen.root)
+    _require_config(chosen)
     while not stop.is_set():
         if _standby(chosen, stop, follower):
             try:
@@ -70,6 +71,20 @@ def follow(chosen: Following, stop: Stop, follower: Follower) -> None:
                 follower.lease.give_back()
     follower.status.state = "stopped"
     log.info("stopped", extra={"event": "stopped"})
+
+
+def _require_config(chosen: Following) -> None:
+    """A config that was given must be one. Where none was, the first checkpoint may bring it; steps that are there
+    without one say that none will come."""
+    given = chosen.options.hf_config or chosen.options.base
+    found = find_steps(chosen.run)
+    if given:
+        find_config(given, None)
+    elif chosen.options.layout == "hf" and found and find_config(None, found[0].location) is None:
+        raise InputError(
+            f"no {CONFIG} was found in {found[0].location} or above it, and the hf layout needs one; pass --hf-config with "
+            f"a Hugging Face {CONFIG}, a directory with one, or a Hub id"
+        )
 
 
 def _standby(chosen: Following, stop: Stop, follower: Follower) -> bool:

@@ -78,9 +78,7 @@ def refuse_overlap(run: str, root: str) -> None:
     source, target = _whole(run), _whole(root)
     if source == target:
         raise InputError(f"{run} and {root} are the same directory; give the versions a root of their own")
-    # checkpoints/ stands for its run
-    home = parent(source) if source.endswith("/checkpoints") else source
-    if _within(target, home):
+    if _within(target, source):
         raise InputError(f"the root {root} lies inside the run {run}; give the versions a root of their own")
     if _within(source, target):
         raise InputError(f"the run {run} lies inside the root {root}; give the versions a root of their own")

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from versions import arrays, write_version
 
+from fleet.run_source import CONFIG, Run
 from mtx2vllm.converter.cli import main
 from mtx2vllm.converter.commands.show_fleet import duration
 
@@ -120,6 +121,43 @@ def test_an_empty_root(tmp_path: Path) -> None:
 
 def test_every_and_all_contradict(tmp_path: Path) -> None:
     assert run("follow", tmp_path, tmp_path, "--every", 2, "--all").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "root_dir", "words"),
+    [
+        ("run", "run", "are the same directory"),
+        ("run", "run/checkpoints", "lies inside the run"),
+        ("run", "run/versions", "lies inside the run"),
+        ("run", "link/versions", "lies inside the run"),
+        ("run/checkpoints", "run/checkpoints/", "are the same directory"),
+        ("run", ".", "lies inside the root"),
+        ("run/checkpoints", "run", "lies inside the root"),
+        ("file", "root", "is a file"),
+        ("run", "file", "is a file"),
+    ],
+)
+def test_a_run_and_its_root_lie_apart(tmp_path: Path, run_dir: str, root_dir: str, words: str) -> None:
+    Run(tmp_path / "run").write(3)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    result = run("follow", f"{tmp_path}/{run_dir}", f"{tmp_path}/{root_dir}", "--hf-config", CONFIG)
+    assert (result.exit_code, words in result.stderr) == (3, True), result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_hf_without_a_config(tmp_path: Path) -> None:
+    Run(tmp_path / "run").write(3)
+    result = run("follow", tmp_path / "run", tmp_path / "root", "--layout", "hf")
+    assert result.exit_code == 3 and "pass --hf-config" in result.stderr
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("word", ["abc", "-1", "007x"])
+def test_a_step_is_a_number(root: Path, word: str) -> None:
+    result = run("pin", root, "--", word)
+    assert result.exit_code == 2 and f"{word!r} is not a step" in result.stderr
 
 
 def test_help_costs_nothing() -> None:

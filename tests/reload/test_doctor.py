@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtx2vllm.converter.fleet import root as roots
+from mtx2vllm.reload import doctor
 from mtx2vllm.reload.doctor import Examination, examine
 
 
@@ -44,3 +45,17 @@ def test_replicas_and_whether_they_live(tmp_path: Path, age: float, word: str) -
     path.write_bytes(roots.dumps(lease))
     os.utime(path, (heartbeat, heartbeat))
     assert word in _text(examine(str(tmp_path), {}), "replica")
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "words"), [(0.0, "none is running (the last one stopped cleanly)"), (5.0, "is dead")]
+)
+def test_a_follower_that_stopped_is_not_called_dead(tmp_path: Path, ttl_s: float, words: str) -> None:
+    path, heartbeat = tmp_path / roots.FOLLOWER, time.time() - 60
+    path.write_bytes(roots.dumps(roots.FollowerLease(holder="host:1", heartbeat=heartbeat, ttl_s=ttl_s)))
+    os.utime(path, (heartbeat, heartbeat))
+    assert words in _text(examine(str(tmp_path), {}), "follower")
+
+
+def test_a_clock_that_agrees_has_no_sign_but_plus() -> None:
+    assert f"{doctor._tenths(-0.01):+.1f}" == "+0.0" and doctor._tenths(-0.06) == -0.1
