@@ -46,6 +46,9 @@ class _Lazy(click.Group):
             raise
         except (click.ClickException, click.Abort, BrokenPipeError):
             raise  # click's own affair
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
         except Exception as error:
             sys.exit(_report(error))
 

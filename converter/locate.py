@@ -7,10 +7,12 @@ import re
 
 from mtx2vllm.converter.errors import InputError, NotCommitted
 from mtx2vllm.converter.storage import Store, basename, join, parent, store_for
+from mtx2vllm.schemas import manifest
 
 METADATA = "_METADATA"
 COMMIT = "commit_success.txt"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_SHOWN = 8  # steps in a message
 
 
 def locate(checkpoint: str, step: int | None = None, allow_uncommitted: bool = False) -> tuple[str, int | None]:
@@ -67,13 +69,19 @@ def _choose(store: Store, run: str, known: dict[int, str], step: int | None) -> 
     if not known:
         raise InputError(_nothing(store, run))
     if step is not None and step not in known:
-        shown = ", ".join(map(str, sorted(known)[-8:]))
-        raise InputError(f"{run} has no committed step {step}; its newest are {shown}")
+        shown = ", ".join(map(str, sorted(known)[-_SHOWN:]))
+        which = "newest" if len(known) > _SHOWN else "steps"
+        raise InputError(f"{run} has no committed step {step}; its {which} are {shown}")
     chosen = max(known) if step is None else step
     where = join(run, known[chosen])
     for items in (join(where, "items"), where):
         if store.stat(join(items, METADATA)):
             return items, chosen
+    if store.stat(join(where, manifest.NAME)):
+        raise InputError(
+            f"{run} is a root of versions, converted already: `mtx2vllm versions {run}` lists them, `mtx2vllm verify {where}` "
+            "checks the newest; give a MaxText run here"
+        )
     others = [str(n) for n in sorted(known) if n != chosen]
     raise InputError(
         f"step {chosen} in {run} has no items/{METADATA}: it is half copied, or not a checkpoint that MaxText wrote; copy it "
@@ -95,6 +103,17 @@ def _nothing(store: Store, where: str) -> str:
         return (
             f"{where} has no committed step: {', '.join(waiting[:5])} lack {COMMIT}. If they were copied from elsewhere and "
             "are whole, pass --allow-uncommitted"
+        )
+    names = {e.name for e in entries if not e.is_dir}
+    if manifest.NAME in names:
+        return (
+            f"{where} is a version, converted already: `mtx2vllm verify {where}` checks it, `mtx2vllm validate {where}` tries "
+            "it in vLLM; give a MaxText checkpoint here"
+        )
+    if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
+        return (
+            f"{where} is a Hugging Face model, not a MaxText checkpoint: `mtx2vllm adopt` makes a version of it; as "
+            "--hf-config it gives a conversion its config"
         )
     if entries:
         return (

@@ -92,7 +92,13 @@ def convert(ckpt: str, out: str, dry_run: bool, as_json: bool, **chosen: Any) ->
     from mtx2vllm.converter.commands.show import Bar, converted_text
 
     with Bar(enabled=sys.stderr.isatty()) as bar:
-        done = run(ckpt, out, say=bar.say, progress=bar.update, **chosen)
+        try:
+            done = run(ckpt, out, say=bar.say, progress=bar.update, **chosen)
+        except KeyboardInterrupt:
+            from mtx2vllm.converter.commands.show import interrupted_text
+
+            bar.say(interrupted_text(out))
+            sys.exit(130)
     click.echo(json.dumps(done.to_json()) if as_json else converted_text(done))
 
 
@@ -136,7 +142,7 @@ def verify(out: str, against: str | None, as_json: bool) -> None:
     from mtx2vllm.converter.version.verify import verify_version
 
     found = verify_version(out, against)
-    click.echo(json.dumps(found.to_json()) if as_json else verification_text(found))
+    click.echo(json.dumps(found.to_json()) if as_json else verification_text(found, against))
     if not found.ok:
         sys.exit(4)
 

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 from mtx2vllm.converter.commands.sizes import size
 from mtx2vllm.converter.conversion import Converted
+from mtx2vllm.converter.errors import Mtx2vllmError
 from mtx2vllm.converter.execute.schedule import Schedule
 from mtx2vllm.converter.job import Job
 from mtx2vllm.converter.plans import Plan
@@ -14,6 +15,7 @@ from mtx2vllm.converter.version.verify import Verification
 
 _BAR_EVERY_S = 0.1
 _LINE_EVERY_S = 10.0
+_DIFFERING = 20  # tensors that `verify` names one by one
 
 
 class Bar:
@@ -66,6 +68,18 @@ def converted_text(done: Converted) -> str:
         f"{done.out}: {done.tensors} tensors, {size(done.bytes)}, {done.family}{step}, layout {done.layout}, in {done.seconds:.1f} s "
         f"({rate}/s, peak memory {size(done.peak_rss)})"
     )
+
+
+def interrupted_text(out: str) -> str:
+    """What an interrupted `convert` leaves behind."""
+    from mtx2vllm.converter.storage import join, store_for
+    from mtx2vllm.schemas.manifest import NAME
+
+    try:
+        whole = store_for(out).stat(join(out, NAME)) is not None
+    except (OSError, Mtx2vllmError):
+        return "interrupted"
+    return f"interrupted; {out} holds a whole version" if whole else "interrupted; nothing was published"
 
 
 def plan_json(made: Plan, *, full: bool = False) -> dict[str, Any]:
@@ -217,12 +231,16 @@ def inspect_text(found: Mapping[str, Any]) -> str:
     )
 
 
-def verification_text(found: Verification) -> str:
-    """What `verify` says."""
+def verification_text(found: Verification, against: str | None = None) -> str:
+    """What `verify` says; the first differing tensors only, of which `--json` has all."""
     lines = [f"difference: {problem}" for problem in found.problems]
-    lines += [f"difference: {d.name}: {d.elements} of {d.of} elements, at most {d.max_abs}" for d in found.differing]
+    listed = [f"{d.name}: {d.elements} of {d.of} elements, at most {d.max_abs}" for d in found.differing]
+    lines += [f"difference: {line}" for line in listed[:_DIFFERING]]
+    if len(listed) > _DIFFERING:
+        lines.append(f"difference: and {len(listed) - _DIFFERING} more tensors; --json lists all")
     head = "verified" if found.ok else "NOT verified"
-    return "\n".join([*lines, f"{head}: {found.identical} of {found.tensors} tensors are identical"])
+    what = "have the bytes that the manifest names" if against is None else f"are identical to those of {against}"
+    return "\n".join([*lines, f"{head}: {found.identical} of {found.tensors} tensors {what}"])
 
 
 def render(table: Any) -> str:

@@ -41,9 +41,15 @@ def sentences(path: str, writing: int | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise Mtx2vllmError(_full(path, writing or 0, error)) from error
-        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        if error.errno == errno.EROFS:
+            raise StorageError(
+                f"{path} cannot be written: its file system is read-only; give a place on another, or mount it writable."
+            ) from error
+        if error.errno in {errno.EACCES, errno.EPERM}:
             raise StorageError(f"{path}: {error.strerror}; check the owner and the mode of its directory.") from error
-        if error.errno in {errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST}:
+        if error.errno == errno.EISDIR:
+            raise StorageError(f"{path} is a directory; a file is wanted here.") from error
+        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST}:
             raise StorageError(f"{path}: {error.strerror}.") from error
         raise Mtx2vllmError(f"{path}: {error.strerror or error} (the disk or the mount fails).") from error
 

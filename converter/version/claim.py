@@ -55,6 +55,7 @@ class Claim:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Claim":
+        _refuse_file(self.store, self.out)
         self._generation = _take(self.store, self.out, self._record().model_dump_json().encode(), self._now())
         self._thread = threading.Thread(target=self._renew, name="mtx2vllm-claim", daemon=True)
         self._thread.start()
@@ -143,9 +144,10 @@ def _take(store: Store, out: str, data: bytes, now: float) -> int:
     path = join(out, NAME)
     try:
         taken = store.create(path, data)
-    except (LostRace, StorageError):  # or another writer has just cleaned up, our half-made claim included
+    except (LostRace, StorageError) as error:  # or another writer has just cleaned up, our half-made claim included
         if store.stat(path) is None:
-            raise
+            # The claim's name says nothing to whoever gave OUT.
+            raise type(error)([problem.replace(path, out) for problem in error.problems]) from error
     else:
         store.clean_leftovers(out)
         return taken.generation
@@ -164,6 +166,19 @@ def _take(store: Store, out: str, data: bytes, now: float) -> int:
         raise LostRace(f"{out} was taken over from a dead run by another writer just now{_whose(store, out)}") from None
     remove(store, out, record.files if record else ())
     return taken.generation
+
+
+def _refuse_file(store: Store, out: str) -> None:
+    """A file where a directory is meant, OUT itself or one above it."""
+    local = store.local(out)
+    if local is None:
+        return
+    for place in (Path(local), *Path(local).parents):
+        if place.is_dir():
+            return
+        if place.exists():
+            inside = "" if place == Path(local) else f", so {out} cannot be made"
+            raise InputError(f"{place} is a file{inside}; OUT must be a directory, new or empty")
 
 
 def _whose(store: Store, out: str) -> str:

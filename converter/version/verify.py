@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -63,14 +64,23 @@ def load_manifest(location: str, store: Store | None = None) -> tuple[Manifest, 
     try:
         data = (store or store_for(location)).read(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotCommitted(
-            f"{location} holds no {NAME}: it is not a version, or not completely written. Convert it with "
-            "`mtx2vllm convert`, or adopt a Hugging Face directory with `mtx2vllm adopt`."
-        ) from None
+        raise NotCommitted(_no_version(location, store or store_for(location))) from None
     try:
         return Manifest.parse(data), digest(data)
     except ValueError as error:
         raise InputError(f"{location}: {error}") from None
+
+
+def _no_version(location: str, store: Store) -> str:
+    local = store.local(location)
+    if local is not None and not Path(local).exists():
+        return f"{location} does not exist; give the directory of a version."
+    if store.stat(location) is not None:
+        return f"{location} is a file; give the directory of a version, which holds {NAME}."
+    return (
+        f"{location} holds no {NAME}: it is not a version, or not completely written. Convert it with "
+        "`mtx2vllm convert`, or adopt a Hugging Face directory with `mtx2vllm adopt`."
+    )
 
 
 def one_file_problems(store: Store, location: str, name: str, manifest: Manifest) -> list[str]:

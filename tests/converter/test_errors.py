@@ -1,5 +1,6 @@
 """Bad input: one clear sentence, all problems at once, the documented exit status, and OUT as it was before."""
 
+import errno
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from data_files import DATA, arrays
 from make_run import read_step, write_step
 
+from mtx2vllm.converter import conversion
 from mtx2vllm.converter.cli import main
 from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import (
@@ -26,6 +28,7 @@ from mtx2vllm.converter.errors import (
     UsageError,
     from_os_error,
 )
+from mtx2vllm.converter.version.publish import Publisher
 
 QWEN3 = str(DATA / "qwen3" / "hf")
 PREFIX = "params.params.decoder."
@@ -150,7 +153,7 @@ def test_the_newest_step_by_number_among_everything_that_orbax_leaves(copy: Path
     (copy / "12").touch()
     assert convert(str(copy), str(tmp_path / "out"), hf_config=QWEN3).step == 10
     assert convert(str(copy), str(tmp_path / "nine"), hf_config=QWEN3, step=9).step == 9
-    assert "no committed step 3; its newest are 9, 10" in fails(
+    assert "no committed step 3; its steps are 9, 10" in fails(
         3, "convert", copy, tmp_path / "o", "--step", 3, "--hf-config", QWEN3
     )
     assert "is step 9, not step 10" in fails(
@@ -566,3 +569,72 @@ def test_paths_with_spaces_and_letters_of_the_world(tmp_path: Path) -> None:
     out = tmp_path / "aus gabe é"
     assert convert(str(run_dir), str(out), hf_config=QWEN3).tensors == 26
     assert run("verify", out)[0] == 0
+
+
+def test_a_file_where_a_directory_is_meant_and_the_other_way_round(tmp_path: Path) -> None:
+    file, run_ = tmp_path / "README.md", DATA / "qwen3" / "scanned"
+    file.write_text("words")
+    given = ("--hf-config", QWEN3)
+    assert fails(3, "convert", run_, file, *given) == f"{file} is a file; OUT must be a directory, new or empty"
+    assert f"{file} is a file, so {file}/deep cannot be made" in fails(3, "convert", run_, file / "deep", *given)
+    assert fails(3, "verify", file).startswith(f"{file} is a file; give the directory of a version")
+    assert fails(3, "verify", tmp_path / "none").startswith(f"{tmp_path}/none does not exist")
+    assert fails(3, "batch", tmp_path).startswith(f"{tmp_path} is a directory; a file is wanted")
+    version = tmp_path / "version"
+    assert run("convert", run_, version, *given)[0] == 0
+    assert fails(3, "fetch", version, file) == f"{file} is a file; OUT must be a directory, new or empty"
+    assert file.read_text() == "words"
+
+
+def test_versions_and_hugging_face_directories_are_known_for_what_they_are(tmp_path: Path) -> None:
+    version = tmp_path / "root" / "3"
+    assert run("convert", DATA / "qwen3" / "scanned", version, "--hf-config", QWEN3)[0] == 0
+    assert f"is a version, converted already: `mtx2vllm verify {version}`" in fails(3, "inspect", version)
+    assert f"is a root of versions, converted already: `mtx2vllm versions {tmp_path}/root`" in fails(
+        3, "inspect", tmp_path / "root"
+    )
+    (model := tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    assert "is a Hugging Face model, not a MaxText checkpoint: `mtx2vllm adopt`" in fails(3, "inspect", model)
+
+
+def test_a_read_only_file_system_is_told_of_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    said = fails(3, "convert", DATA / "qwen3" / "scanned", out, "--hf-config", QWEN3)
+    assert said.startswith(f"{out} cannot be written: its file system is read-only; give a place on another")
+
+
+def test_a_budget_that_is_too_small_says_what_would_do(tmp_path: Path) -> None:
+    arguments = ("convert", DATA / "qwen3" / "scanned", tmp_path / "out", "--hf-config", QWEN3, "--memory-budget")
+    said = fails(3, *arguments, "1KB")
+    least = int(said.removeprefix("pass --memory-budget ").split()[0])
+    assert fails(3, *arguments, least - 1).startswith(f"pass --memory-budget {least} or more")
+    assert run(*arguments, least)[0] == 0
+
+
+@pytest.mark.parametrize("when", ["prepare", "carry_out"])
+def test_an_interrupted_conversion_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        conversion if when == "prepare" else Publisher, when if when == "prepare" else "publish", interrupt
+    )
+    answer = CliRunner().invoke(
+        main, ["convert", str(DATA / "qwen3" / "scanned"), str(tmp_path / "out"), "--hf-config", QWEN3]
+    )
+    assert answer.exit_code == 130
+    assert answer.stderr.splitlines()[-1] == "interrupted; nothing was published"
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_step_is_not_called_the_newest(tmp_path: Path) -> None:
+    said = fails(3, "convert", DATA / "qwen3" / "scanned", tmp_path / "out", "--hf-config", QWEN3, "--step", 7)
+    assert "has no committed step 7; its steps are 0" in said
