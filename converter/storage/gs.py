@@ -19,7 +19,7 @@ from mtx2vllm.converter.errors import LostRace, StorageError
 from mtx2vllm.converter.storage import GS, LEFTOVER, Entry, Stat, Ticket, crc32c, gs_http, gs_read, join, split_gs
 from mtx2vllm.converter.storage.gs_http import TIMEOUT, Connection, faults
 from mtx2vllm.converter.storage.gs_upload import GsRangeWriter, Uploads
-from mtx2vllm.converter.storage.retry import Policy, Transient, retrying
+from mtx2vllm.converter.storage.retry import Policy, Transient, Unreachable, retrying
 
 TOKEN = "mtx2vllm-write"  # key in an object's metadata
 SIMPLE = 8 << 20  # bytes; Google's client sends larger ones by resumable uploads
@@ -33,6 +33,7 @@ class GsStore:
     def __init__(self, emulator: str | None = None, policy: Policy | None = None) -> None:
         self._emulator, self._policy = emulator, policy or Policy()
         self._seen: set[str] = set()  # buckets known to exist
+        self._reached = False
         self._lock = threading.Lock()
         self._made: Connection | None = None
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mtx2vllm-gs")
@@ -47,8 +48,18 @@ class GsStore:
 
     def _try[T](self, path: str, call: Callable[[], T]) -> T:
         def guarded() -> T:
-            with faults(path, self._connection.anonymous):
-                return call()
+            try:
+                with faults(path, self._connection.anonymous):
+                    found = call()
+            except Unreachable as fault:
+                if self._reached:
+                    raise Transient(str(fault)) from fault
+                raise
+            except Exception:
+                self._reached = True  # a refusal or a broken answer is one, too
+                raise
+            self._reached = True
+            return found
 
         return retrying(guarded, path, self._policy)
 

@@ -5,6 +5,7 @@ the caller's buffer as they come, and a transfer that breaks is resumed where it
 """
 
 import os
+import socket
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +22,7 @@ from google.cloud.storage.exceptions import DataCorruption
 
 from mtx2vllm.converter.errors import StorageError
 from mtx2vllm.converter.storage import GS, crc32c
-from mtx2vllm.converter.storage.retry import Transient
+from mtx2vllm.converter.storage.retry import Transient, Unreachable
 
 EMULATOR = "STORAGE_EMULATOR_HOST"
 TENSORSTORE = "TENSORSTORE_GCS_HTTP_URL"
@@ -30,6 +31,14 @@ CONNECTIONS = 32  # more than anything here keeps busy at a time
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
 _PIECE = 1 << 20
+_FAULT = 160  # characters of a fault that are told
+# No name, no route, nobody listens, no answer to the first packet.
+_NO_CONTACT = (
+    urllib3.exceptions.NewConnectionError,
+    urllib3.exceptions.ConnectTimeoutError,
+    ConnectionRefusedError,
+    socket.gaierror,
+)
 
 
 class Connection:
@@ -110,7 +119,9 @@ class faults:  # noqa: N801 - reads as a statement
             | ConnectionError
             | TimeoutError,
         ):
-            raise Transient(f"{type(error).__name__}: {error}") from error
+            heart = _heart(error)
+            unreachable = isinstance(heart, _NO_CONTACT)
+            raise (Unreachable if unreachable else Transient)(_short(heart)) from error
 
     def _answered(self, error: api.GoogleAPICallError) -> Exception:
         code, text = error.code, (error.message or "").strip().partition("\n")[0][:300]
@@ -124,6 +135,26 @@ class faults:  # noqa: N801 - reads as a statement
                 "(objectViewer to read only), or log in with `gcloud auth application-default login`."
             )
         return StorageError(f"{self._path}: the store refused with status {code}: {text}")
+
+
+def _heart(error: BaseException) -> BaseException:
+    """The fault inside those that requests, urllib3 and google-auth wrap around it."""
+    for _ in range(8):
+        inner = [getattr(error, "reason", None), *error.args[:1]]
+        found = next((e for e in inner if isinstance(e, BaseException)), None)
+        if found is None:
+            break
+        error = found
+    return error
+
+
+def _short(error: BaseException) -> str:
+    """One line without urllib3's object and address in front."""
+    text = " ".join(str(error).split())
+    if text.startswith(("HTTP", "<urllib3")):
+        text = text.partition(": ")[2] or text
+    text = text.removesuffix(".")
+    return f"{type(error).__name__}: {text if len(text) <= _FAULT else text[:_FAULT] + '...'}"
 
 
 def checksum(data: bytes) -> int:

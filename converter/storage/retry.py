@@ -17,13 +17,19 @@ class Transient(Exception):
     """A fault that may pass. The text says what was seen."""
 
 
+class Unreachable(Transient):
+    """The store was not even connected to, and never has been by this process: more likely for good than for a moment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How long and how eagerly to try again, in seconds. The delay doubles from `first` up to `longest`."""
+    """How long and how eagerly to try again, in seconds. The delay doubles from `first` up to `longest`; `contact` is
+    the deadline as long as every attempt was `Unreachable`."""
 
     first: float = 0.2
     longest: float = 15.0
     deadline: float = 180.0
+    contact: float = 10.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random  # in [0, 1)
@@ -44,6 +50,11 @@ def retrying[T](call: Callable[[], T], what: str, policy: Policy) -> T:
             # Half of the delay is fixed, half is chance: many readers that failed together do not come back together.
             pause = delay * (0.5 + policy.chance() / 2)
             spent = policy.clock() - begun
+            if isinstance(fault, Unreachable) and spent + pause > policy.contact:
+                raise StoreUnavailable(
+                    f"{what}: the store cannot be reached ({fault}); check the network and its proxy, the credentials and "
+                    "the bucket's name, then run again."
+                ) from fault
             if spent + pause > policy.deadline:
                 raise StoreUnavailable(
                     f"{what}: the store gave no good answer in {attempts} attempts over {spent:.0f} s "

@@ -2,16 +2,19 @@
 sentence."""
 
 import os
+import socket
 from collections.abc import Callable
 
 import pytest
 import tensorstore as ts
 
 from gcs import proxy
+from gcs.emulator import free_port
 from gcs.test_store import write
 from mtx2vllm.converter.errors import LostRace, StorageError, StoreUnavailable
 from mtx2vllm.converter.storage import gs_upload, join, store_for
 from mtx2vllm.converter.storage.gs import GsStore
+from mtx2vllm.converter.storage.gs_http import Connection
 from mtx2vllm.converter.storage.retry import Policy, Transient, retrying
 
 DATA = os.urandom(300_000)
@@ -236,3 +239,45 @@ def test_tensorstore_survives_the_same_faults(store: GsStore, broken: proxy.Prox
     broken.first(2, fault, "GET")
     assert kvstore.read("f", byte_range=slice(1000, 200_000)).result(timeout=30).value == DATA[1000:200_000]
     assert broken.faults[fault, "GET"] >= (1 if fault == "slow" else 2)
+
+
+def test_a_store_that_was_never_reached_is_given_up_soon_and_in_one_short_sentence() -> None:
+    at = [0.0]
+    policy = Policy(clock=lambda: at[0], sleep=lambda s: at.__setitem__(0, at[0] + s), chance=lambda: 1.0)
+    nobody = GsStore(f"http://127.0.0.1:{free_port()}", policy)
+    verbs: list[Callable[[], object]] = [
+        lambda: nobody.listdir("gs://b/d"),
+        lambda: nobody.stat("gs://b/d/f"),
+        lambda: nobody.read("gs://b/d/f"),
+        lambda: nobody.read("gs://b/d/f", 1, 2),
+    ]
+    for verb in verbs:
+        begun = at[0]
+        with pytest.raises(StoreUnavailable, match=r"cannot be reached .*refused.*check the network") as ended:
+            verb()
+        assert 5 < at[0] - begun <= policy.contact
+        assert len(str(ended.value)) < 300 and "http" not in str(ended.value).lower().replace("httpconnection", "")
+
+
+def test_a_store_that_answered_once_is_waited_for(caplog: pytest.LogCaptureFixture, bucket: str, server: str) -> None:
+    at = [0.0]
+    policy = Policy(clock=lambda: at[0], sleep=lambda s: at.__setitem__(0, at[0] + s), chance=lambda: 1.0)
+    store = GsStore(server, policy)
+    assert store.listdir(bucket) == []
+    store._made = Connection(f"http://127.0.0.1:{free_port()}")  # the same store, gone since
+    with pytest.raises(StoreUnavailable, match="no good answer in"):
+        store.listdir(bucket)
+    assert policy.deadline - policy.longest <= at[0] <= policy.deadline
+    assert caplog.messages and all(len(said) < 250 and "?" not in said for said in caplog.messages)
+
+
+def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    store = GsStore("http://store.invalid", Policy(first=0.001, longest=0.001, contact=0.01))
+    with pytest.raises(StoreUnavailable, match=r"cannot be reached \(NameResolutionError: Failed to resolve"):
+        store.stat("gs://b/d")
+    with pytest.raises(StoreUnavailable, match=r"cannot be reached \(NameResolutionError: Failed to resolve"):
+        store.read("gs://b/d")
