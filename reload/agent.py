@@ -228,10 +228,19 @@ class ReloadAgent:
 
 
 def engine_of(engine_or_llm: Any) -> Engine:
-    """An `Engine` as it is, or the one of a `vllm.LLM`."""
+    """An `Engine` as it is, or the one of a `vllm.LLM`.
+
+    Raises:
+        UsageError: it is neither.
+    """
     if hasattr(engine_or_llm, "swap") and hasattr(engine_or_llm, "specs"):
         engine: Engine = engine_or_llm
         return engine
+    if not hasattr(engine_or_llm, "llm_engine"):
+        raise UsageError(
+            f"{type(engine_or_llm).__name__} is neither a vllm.LLM nor an engine (reload.engine.Engine); give the LLM of "
+            "this process. An engine that `vllm serve` runs follows MTX2VLLM_WATCH by itself."
+        )
     from mtx2vllm.reload.engines.tpu_inference import of_llm
 
     return of_llm(engine_or_llm)

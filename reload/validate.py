@@ -21,7 +21,7 @@ from mtx2vllm.converter.version.verify import load_manifest
 from mtx2vllm.reload.apply import LoadFailed, Report
 
 TOKENS = 16  # generated
-_PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # without --prompt and --token-ids; every vocabulary has these
+_PROMPT = (1, 2, 3)  # without --prompt and --token-ids; every vocabulary has these
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 _DIFFERENCE = {"invalid", "changed"}  # the bytes are not the manifest's
 _SHOWN = 5
@@ -140,7 +140,7 @@ def validate(
         against: a Hugging Face directory.
 
     Raises:
-        InputError: it is no version, does not fit the engine, or the engine does not start.
+        InputError: it is no version, or does not fit the engine. Mtx2vllmError: the engine does not start.
         DifferenceError: its bytes are not its manifest's. UsageError: arguments that cannot be meant.
     """
     asked = _asked(prompt, token_ids)

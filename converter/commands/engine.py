@@ -12,7 +12,7 @@ from mtx2vllm.converter.commands.convert import JSON
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("version")
 @click.option("--prompt", help="Text to generate from (needs a tokenizer in VERSION).")
-@click.option("--token-ids", help="Token ids to generate from: 1,2,3.")
+@click.option("--token-ids", help="Token ids to generate from. Default: 1,2,3.")
 @click.option("--against", help="Hugging Face directory: compare state, tokens and log-probabilities with it.")
 @JSON
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
@@ -23,6 +23,9 @@ def validate(version: str, engine_args: tuple[str, ...], as_json: bool, **chosen
     """
     from mtx2vllm.reload.validate import validate as run
 
+    if chosen["prompt"] is None and chosen["token_ids"] is None:
+        click.echo("neither --prompt nor --token-ids: generating from token ids 1,2,3", err=True)
+        chosen["token_ids"] = "1,2,3"
     found = run(version, engine_args, **chosen)
     click.echo(json.dumps(found.to_json()) if as_json else found.text())
     if not found.ok:

@@ -6,12 +6,14 @@ import hashlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from mtx2vllm.converter.errors import InputError, UsageError
+from mtx2vllm.converter.errors import InputError, Mtx2vllmError, UsageError
+from mtx2vllm.reload import accelerator
 from mtx2vllm.reload.settings import PREFIX
 
 _OURS = ("--model", "--load-format")
@@ -95,7 +97,8 @@ def start(model: str, load_format: str, engine_args: Sequence[str], *, tokenizer
         tokenizer: whether the model has one; without one the engine is started without.
 
     Raises:
-        InputError: vLLM is not installed, or the engine does not start. UsageError: vLLM does not know an argument.
+        InputError: vLLM is not installed. UsageError: vLLM does not know an argument. Mtx2vllmError: the engine does not
+            start, which says nothing against the version.
     """
     if find_spec("vllm") is None:
         raise InputError(
@@ -110,9 +113,7 @@ def start(model: str, load_format: str, engine_args: Sequence[str], *, tokenizer
 
             llm = LLM.from_engine_args(arguments)
         except Exception as error:
-            raise InputError(
-                f"the engine does not start on {model}: {_first_line(error)} (engine arguments go behind --)"
-            ) from error
+            raise Mtx2vllmError(_not_started(model, error)) from error
     return Trial(llm, time.monotonic() - begun)
 
 
@@ -165,9 +166,21 @@ def _parse(model: str, load_format: str, engine_args: Sequence[str], *, tokenize
     return EngineArgs.from_cli_args(parser.parse_args(words))
 
 
+def _not_started(model: str, error: Exception) -> str:
+    why = accelerator.missing(os.environ)
+    head = f"no TPU was found on this machine ({why}), and " if why else ""
+    return f"{head}the engine does not start on {model}: {_first_line(error)} (engine arguments go behind --)"
+
+
 def _first_line(error: Exception) -> str:
     """The heart of what vLLM says: one line, or of a pydantic error the field and what is wrong with it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 2 and "validation error" in lines[0]:
         lines = [f"{lines[1]}: {lines[2].partition(' [type=')[0]}"]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0]}" if lines else f"{type(error).__name__} in {_module(error)}"
+
+
+def _module(error: Exception) -> str:
+    """Where an exception without words was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "unknown code")) if frames else "unknown code"

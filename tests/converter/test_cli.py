@@ -11,7 +11,9 @@ from data_files import DATA
 
 from mtx2vllm.converter.cli import COMMANDS, main
 from mtx2vllm.converter.commands.convert import Size
+from mtx2vllm.converter.commands.show import verification_text
 from mtx2vllm.converter.conversion import convert
+from mtx2vllm.converter.version.verify import Differing, Verification
 
 RUN, CONFIG = str(DATA / "qwen3" / "scanned"), str(DATA / "qwen3" / "hf")
 
@@ -224,3 +226,16 @@ def test_many_problems_are_not_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.exit_code == 3
     assert len(answer.stderr.splitlines()) == 51
     assert "950 more" in answer.stderr
+
+
+def test_verify_names_the_first_differing_tensors_and_counts_the_rest() -> None:
+    differing = [Differing(f"t{i}", 1, 2, 0.5) for i in range(23)]
+    lines = verification_text(Verification(False, 30, 7, differing), "OTHER").splitlines()
+    assert len(lines) == 22
+    assert lines[0] == "difference: t0: 1 of 2 elements, at most 0.5"
+    assert lines[-2:] == [
+        "difference: and 3 more tensors; --json lists all",
+        "NOT verified: 7 of 30 tensors are identical to those of OTHER",
+    ]
+    alone = verification_text(Verification(True, 30, 30))
+    assert alone == "verified: 30 of 30 tensors have the bytes that the manifest names"

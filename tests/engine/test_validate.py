@@ -67,7 +67,7 @@ def test_engine_arguments_pass_through(found: dict[str, Any]) -> None:
     assert found["additional_config"] == ADDITIONAL
     assert found["argument"]["error"].startswith("UsageError: vLLM does not take these engine arguments: ")
     assert "--no-such-thing" in found["argument"]["error"]
-    assert found["start"]["error"].startswith("InputError: the engine does not start on ")
+    assert found["start"]["error"].startswith("Mtx2vllmError: the engine does not start on ")
     assert "max_num_seqs" in found["start"]["error"]
 
 
