@@ -90,7 +90,10 @@ def batch(jobs: str, as_json: bool) -> None:
 @click.command()
 @click.argument("hf_dir")
 @click.option(
-    "--as", "out", metavar="ROOT/STEP", help="Link or copy the files there. Default: the manifest goes into HF_DIR."
+    "--as",
+    "out",
+    metavar="ROOT/STEP",
+    help="Hard-link or copy the files there. Default: the manifest goes into HF_DIR.",
 )
 @JSON
 def adopt(hf_dir: str, out: str | None, as_json: bool) -> None:

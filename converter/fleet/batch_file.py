@@ -15,6 +15,7 @@
 Relative paths count from the file's own directory. Settings are `convert`'s options with underscores.
 """
 
+import difflib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,11 @@ from mtx2vllm.converter.storage import join, parent, store_for
 Layout = Literal["canonical", "hf"]
 _Size = Annotated[int, BeforeValidator(parse_size)]
 _Step = Annotated[int, Field(ge=0)]
+_CHOICES = {  # fields that take more than one kind of value
+    "layout": "canonical, hf, or a list of these",
+    "step": "a step's number or newest",
+    "steps": "a list of steps' numbers, or all,",
+}
 
 
 class Settings(BaseModel):
@@ -130,7 +136,7 @@ def read_jobs(path: str) -> list[Wanted]:
     try:
         found = BatchFile.model_validate(data)
     except ValidationError as error:
-        problems += [f"{path}:{_line(tree, e['loc'])}: {_sentence(e)}" for e in error.errors(include_url=False)]
+        problems += [f"{path}:{_line(tree, e['loc'])}: {_sentence(e, data)}" for e in error.errors(include_url=False)]
         raise InputError(list(dict.fromkeys(problems))) from None
     if problems:
         raise InputError(problems)
@@ -201,16 +207,28 @@ def _line(node: yaml.Node | None, where: Sequence[int | str]) -> int:
     return line
 
 
-def _sentence(error: Any) -> str:
-    """Pydantic's words, with the names of the file instead of the program's."""
-    where = ".".join(str(p) for p in error["loc"] if isinstance(p, int) or p.islower())
-    match error["type"]:
-        case "missing":
-            return f"{where} is missing"
-        case "extra_forbidden":
-            known = JobEntry.model_fields if "jobs" in error["loc"] else Settings.model_fields
-            known = BatchFile.model_fields if len(error["loc"]) == 1 else known
-            return f"{where} is not known; known are {', '.join(sorted(known))}"
-        case "value_error":
-            return f"{where}: {error['msg'].removeprefix('Value error, ')}"
+def _sentence(error: Any, data: Any) -> str:
+    """Pydantic's words, with the names of the file instead of the program's. Of a field that takes several kinds of
+    values, pydantic tells one error a kind: all become the same sentence, with the whole value."""
+    loc = error["loc"]
+    path = loc[: {"jobs": 3, "defaults": 2}.get(loc[0], 1)] if loc else ()
+    where, name = ".".join(map(str, path)), str(path[-1]) if path else ""
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    if error["type"] == "extra_forbidden":
+        known = JobEntry.model_fields if "jobs" in loc else Settings.model_fields
+        known = BatchFile.model_fields if len(loc) == 1 else known
+        near = difflib.get_close_matches(name.lower().replace("-", "_"), known, 1)
+        hint = f"did you mean {near[0]}? Known" if near else "known"
+        return f"{where} is not known; {hint} are {', '.join(sorted(known))}"
+    if name in _CHOICES:
+        return f"{where} = {_at(data, path)!r}: {_CHOICES[name]} was expected"
+    if error["type"] == "value_error":
+        return f"{where}: {error['msg'].removeprefix('Value error, ')}"
     return f"{where} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _at(data: Any, path: Sequence[int | str]) -> Any:
+    for part in path:
+        data = data[part]
+    return data

@@ -52,7 +52,7 @@ class Adopted:
 
     def sentence(self) -> str:
         """One line for people."""
-        how = f", {self.linked} files linked, {self.copied} copied" if self.linked or self.copied else ""
+        how = f", {self.linked} files hard-linked, {self.copied} copied" if self.linked or self.copied else ""
         step = "" if self.step is None else f" (step {self.step})"
         return f"{self.out}: adopted {self.tensors} tensors, {self.bytes:,} bytes, {self.family}{step}{how}"
 

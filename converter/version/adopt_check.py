@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtx2vllm.converter.errors import InputError
+from mtx2vllm.converter.fleet.places import is_trainers
 from mtx2vllm.converter.hf_files import CONFIG, SIDE_FILES
 from mtx2vllm.converter.job import plan
 from mtx2vllm.converter.plans import Plan
-from mtx2vllm.converter.storage import Stat, Store, join, store_for
+from mtx2vllm.converter.storage import Stat, Store, join, parent, store_for
 from mtx2vllm.converter.version.header import LAYOUT_KEY, Header, Stored, read_header
 from mtx2vllm.converter.version.pieces import fold, head_of, is_text, recipes
 
@@ -45,7 +46,12 @@ def look(location: str) -> Found:
             are missing, of another shape, quantized, or of no known model.
     """
     store = store_for(location)
+    _refuse_file(store, location)
     entries = {e.name for e in store.listdir(location) if not e.is_dir}
+    if not any(name.endswith(".safetensors") for name in entries) and is_trainers(location):
+        raise InputError(
+            f"{location} is a MaxText checkpoint, not a Hugging Face directory; convert it: mtx2vllm convert {location} OUT"
+        )
     if not entries:
         raise InputError(f"{location} does not exist or is empty; give a directory with config.json and *.safetensors")
     config = _config(store, location)
@@ -75,6 +81,13 @@ def look(location: str) -> Found:
             stats[name] = stat
     aside = tuple(sorted(n for n in entries if n.endswith(_OTHER_WEIGHTS) and n not in stats))
     return Found(location, config, expected, shards, stats, tensors, _tied_head(tensors, expected), aside, tuple(notes))
+
+
+def _refuse_file(store: Store, location: str) -> None:
+    if store.stat(location):
+        raise InputError(
+            f"{location} is a file; give the directory with config.json and *.safetensors: mtx2vllm adopt {parent(location)}"
+        )
 
 
 def _config(store: Store, location: str) -> dict[str, Any]:

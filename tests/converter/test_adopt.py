@@ -98,7 +98,7 @@ def test_in_its_place(tmp_path: Path) -> None:
 def test_files_are_linked_where_they_can_be(tmp_path: Path) -> None:
     home = copy(tmp_path)
     done = adopt(str(home), str(tmp_path / "root/100"))
-    assert (done.linked, done.copied) == (2, 0)
+    assert (done.linked, done.copied) == (2, 0) and "2 files hard-linked, 0 copied" in done.sentence()
     assert (home / "model.safetensors").samefile(tmp_path / "root/100/model.safetensors")
     shutil.rmtree(tmp_path / "root/100")
     adopt(str(home))
@@ -244,6 +244,18 @@ def test_what_is_no_model_at_all(tmp_path: Path) -> None:
     (home / "config.json").unlink()
     with pytest.raises(InputError, match=r"config\.json is missing"):
         adopt(str(home))
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/3", "checkpoints/3/items"])
+def test_a_maxtext_checkpoint_is_for_convert(below: str) -> None:
+    place = str(DATA / "trained" / "qwen3-scanned" / below)
+    with pytest.raises(InputError, match=f"is a MaxText checkpoint, .* mtx2vllm convert {place} OUT$"):
+        adopt(place)
+
+
+def test_a_file_is_not_a_directory() -> None:
+    with pytest.raises(InputError, match=f"is a file; .* mtx2vllm adopt {QWEN3}$"):
+        adopt(str(QWEN3 / "model.safetensors"))
 
 
 def test_a_canonical_version_is_not_adopted(tmp_path: Path) -> None:

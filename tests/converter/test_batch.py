@@ -136,6 +136,42 @@ def test_a_bad_file_names_the_line(tmp_path: Path, text: str, line: int, words: 
     assert any(p.startswith(f"{path}:{line}: ") and words in p for p in caught.value.problems), caught.value.problems
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("layout: huggingface", "jobs.0.layout = 'huggingface': canonical, hf, or a list of these was expected"),
+        ("layout: []", "jobs.0.layout = []: canonical, hf, or a list of these was expected"),
+        ("layout: [hf, x]", "jobs.0.layout = ['hf', 'x']: canonical, hf, or a list of these was expected"),
+        ("step: last", "jobs.0.step = 'last': a step's number or newest was expected"),
+        ("step: -3", "jobs.0.step = -3: a step's number or newest was expected"),
+        ("steps: [1, a]", "jobs.0.steps = [1, 'a']: a list of steps' numbers, or all, was expected"),
+        ("dtype: fp8", "jobs.0.dtype = 'fp8': input should be 'bfloat16', 'float32' or 'source'"),
+    ],
+)
+def test_one_line_for_a_value_of_the_wrong_kind(tmp_path: Path, line: str, sentence: str) -> None:
+    path = write(tmp_path, f"jobs:\n- checkpoint: a\n  out: b\n  {line}\n")
+    with pytest.raises(InputError) as caught:
+        check_batch(path)
+    assert list(caught.value.problems) == [f"{path}:4: {sentence}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("jobs:\n- {checkpoint: a, out: b, hf-config: c}\n", "jobs.0.hf-config is not known; did you mean hf_config?"),
+        (
+            "jobs:\n- {checkpoint: a, out: b}\ndefaults: {Layout: hf}\n",
+            "defaults.Layout is not known; did you mean layout?",
+        ),
+        ("jobs:\n- {checkpoint: a, out: b}\ndefault: {layout: hf}\n", "default is not known; did you mean defaults?"),
+    ],
+)
+def test_a_misspelt_setting_is_guessed(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_batch(write(tmp_path, text))
+    assert words in str(caught.value)
+
+
 def test_all_problems_at_once_and_nothing_runs(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
