@@ -61,7 +61,8 @@ def test_only_the_config(version: Path, tmp_path: Path) -> None:
 def test_an_interrupted_copy_goes_on(version: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     code = (
-        "import os, sys; from mtx2vllm.converter import fetch, files, fetch_shard; fetch_shard.RANGE, fetch_shard.LOCAL_THREADS = 1000, 1\n"
+        "import os, sys; from mtx2vllm.converter.storage import files; from mtx2vllm.converter.version import fetch, fetch_shard\n"
+        "fetch_shard.RANGE, fetch_shard.LOCAL_THREADS = 1000, 1\n"
         "count, real = [], files.FileStore.read_into\n"
         "def die(*a):\n"
         "    count.append(1); real(*a)\n"

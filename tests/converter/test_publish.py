@@ -214,7 +214,7 @@ def test_a_version_that_is_served_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_out_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(StorageError, match="out"):
+    with pytest.raises(InputError, match="out is a file; OUT must be a directory"):
         convert(RUN, str(tmp_path / "out"), **KW)
     assert (tmp_path / "out").read_text() == "mine"
 

@@ -229,7 +229,7 @@ def test_what_was_there_stays_until_the_new_object_is_whole(store: GsStore, buck
 
 def test_a_killed_writer_leaves_only_what_the_next_run_cleans(store: GsStore, server: str, bucket: str) -> None:
     code = (
-        "import os, sys; from mtx2vllm.converter import gs_upload; gs_upload.PART = 1000\n"
+        "import os, sys; from mtx2vllm.converter.storage import gs_upload; gs_upload.PART = 1000\n"
         "from mtx2vllm.converter.storage import store_for\n"
         "store = store_for(sys.argv[1]); store.create(sys.argv[1] + '/claim', b'{}')\n"
         "w = store.writer(sys.argv[1] + '/canonical/m', 9000); w.write(0, memoryview(bytes(8000)))\n"
