@@ -41,6 +41,9 @@ class Contents:
 
 def published(store: Store, directory: str) -> Contents:
     """A directory with a manifest."""
+    local = store.local(directory)
+    if local is not None and Path(local).is_symlink():
+        return Contents((), (), "a link to another place, where others may use it; remove the link by hand")
     try:
         found, _ = load_manifest(directory, store)
     except InputError:

@@ -252,6 +252,13 @@ def test_an_adopted_model_is_never_pruned(fleet: Path) -> None:
     assert prune(str(fleet), 1).kept[7].startswith("adopted in its place") and holds(fleet / "7") == before
 
 
+def test_a_link_to_a_version_elsewhere_is_left_alone(fleet: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = write_version(tmp_path_factory.mktemp("elsewhere") / "7", arrays(7))
+    before = holds(elsewhere)
+    (fleet / "7").symlink_to(elsewhere)
+    assert prune(str(fleet), 1).kept[7].startswith("a link") and holds(elsewhere) == before
+
+
 def test_foreign_files_in_a_version_stay(fleet: Path) -> None:
     (fleet / "8" / "notes").mkdir()
     (fleet / "8" / "notes" / "why.txt").write_text("mine")
