@@ -85,5 +85,6 @@ def _report(error: Exception) -> int:
 def main() -> None:
     """MaxText checkpoints to vLLM.
 
-    Exit status: 0 done, 1 our failure or a full disk, 2 usage, 3 bad or unsupported input, 4 a difference was found.
+    Exit status: 0 done, 1 our failure or a full disk, 2 usage, 3 bad or unsupported input, 4 a difference was found,
+    130 interrupted.
     """

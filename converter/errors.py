@@ -70,6 +70,8 @@ def from_os_error(error: OSError) -> Mtx2vllmError:
         )
     if error.errno == errno.EDQUOT:
         return Mtx2vllmError(f"{where}the disk quota is used up; nothing was published. Free space, then run again")
+    if error.errno == errno.EROFS:
+        return InputError(f"{where}the file system is read-only; give a place on another, or mount it writable")
     if isinstance(error, FileNotFoundError):
         return InputError(f"{where}no such file or directory; check the path")
     if isinstance(error, PermissionError):
