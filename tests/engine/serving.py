@@ -90,8 +90,14 @@ class ServerProcess:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
-    def left(self) -> list[int]:
-        """Processes of the group that still live."""
+    def left(self, within: float = 30.0) -> list[int]:
+        """Processes of the group that still live; gigabytes take a moment to be given back, even after kill -9."""
+        deadline = time.monotonic() + within
+        while (found := self._members()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _members(self) -> list[int]:
         assert self.process is not None
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
