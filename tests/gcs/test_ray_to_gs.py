@@ -20,7 +20,9 @@ import make_checkpoint
 def ray(bucket):
     """A cluster whose workers know the emulator from their environment."""
     found = pytest.importorskip("ray", reason="the ray extra has wheels up to Python 3.13")
-    patiently(lambda: found.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False), found.shutdown)
+    patiently(
+        lambda: found.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False), found.shutdown
+    )
     yield found
     found.shutdown()
 
