@@ -12,10 +12,10 @@ from mtx2vllm.converter.plans import Plan, Tensor
 from mtx2vllm.converter.shards import DTYPES, ShardFile
 from mtx2vllm.converter.storage import RangeWriter, join, store_for
 from mtx2vllm.converter.version.header import Stored, read_header
+from mtx2vllm.converter.version.pieces import fold
 
 _CHUNK = 8 << 20
 _NUMPY = {stored: name for name, stored in DTYPES.items()}
-_TEXT = ("model.language_model.", "language_model.model.")  # what may stand for `model.` in a wrapper's names
 _SHOWN = 5
 
 
@@ -34,8 +34,8 @@ def copies(base: str, plan: Plan, *, tied: bool) -> Copies:
         InputError: no weights there, or its text model is another one (names or shapes).
     """
     have = _headers(base)
-    written = {folded(t.name): t for t in plan.tensors}
-    text = {folded(name): stored for name, (_, stored) in have.items()}
+    written = {fold(t.name): t for t in plan.tensors}
+    text = {fold(name): stored for name, (_, stored) in have.items()}
     problems = [
         f"--base {base} lacks text tensor {name}; it is not a {plan.architecture}"
         for name in written
@@ -52,23 +52,15 @@ def copies(base: str, plan: Plan, *, tied: bool) -> Copies:
     left = {
         name: place
         for name, place in have.items()
-        if folded(name) not in written and not (tied and folded(name) == "lm_head.weight")
+        if fold(name) not in written and not (tied and fold(name) == "lm_head.weight")
     }
-    stray = [name for name in left if folded(name).startswith("model.layers.")]
+    stray = [name for name in left if fold(name).startswith("model.layers.")]
     if stray:
         raise InputError(
             f"--base {base} has text tensors that the checkpoint does not give, {stray[0]} first; is it of another size?"
         )
     tensors = tuple(Tensor(name, stored.shape, _NUMPY[stored.dtype]) for name, (_, stored) in left.items())
     return Copies(tensors, tuple(left.values()))
-
-
-def folded(name: str) -> str:
-    """A text tensor's name without its wrapper; other names as they are."""
-    for prefix in _TEXT:
-        if name.startswith(prefix):
-            return "model." + name.removeprefix(prefix)
-    return name.removeprefix("language_model.")
 
 
 def _headers(base: str) -> dict[str, tuple[str, Stored]]:

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtx2vllm.converter.execute.chunks import Landing, Piece, Range, landings, numbers, pieces
+from mtx2vllm.converter.execute.copying import copy
 from mtx2vllm.converter.execute.slabs import Load, Part
 from mtx2vllm.converter.plans import Move, Plan, arithmetic
-from mtx2vllm.converter.version.copying import copy
 
 Bytes = NDArray[np.uint8]
 

@@ -25,12 +25,12 @@ def test_defaults() -> None:
 
 def test_everything_set() -> None:
     found = read_environment({
-        "MTX2VLLM_WATCH": "gs://bucket/root/", "MTX2VLLM_POLICY": "step:120", "MTX2VLLM_POLL_SECONDS": "0.5",
+        "MTX2VLLM_WATCH": "gs://bucket/versions/", "MTX2VLLM_POLICY": "step:120", "MTX2VLLM_POLL_SECONDS": "0.5",
         "MTX2VLLM_CACHE_DIR": "/cache", "MTX2VLLM_CACHE_SIZE": "1.5GiB", "MTX2VLLM_REPLICA": "pod-7.a_b",
         "MTX2VLLM_METRICS_PORT": "9400", "MTX2VLLM_METRICS_HOST": "0.0.0.0", "MTX2VLLM_REQUESTS": "drain",
         "MTX2VLLM_UNREADY": "fail", "MTX2VLLM_SWAP": "inplace", "MTX2VLLM_SCREEN": "nan", "MTX2VLLM_TRACEBACK": "1",
     })  # fmt: skip
-    assert found is not None and found.watch == "gs://bucket/root" and found.policy == Policy(120)
+    assert found is not None and found.watch == "gs://bucket/versions" and found.policy == Policy(120)
     assert (found.poll, found.cache_size, found.metrics_port) == (0.5, 3 << 29, 9400)
 
 
