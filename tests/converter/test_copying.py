@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtx2vllm.converter.version import copying
+from mtx2vllm.converter.execute import copying
 
 
 @st.composite
