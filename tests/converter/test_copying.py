@@ -1,5 +1,6 @@
 """The blocked transpose against plain assignment."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,7 +34,7 @@ def test_equals_an_assignment(pair):
     np.testing.assert_array_equal(target, source)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "int8"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, "float32", "float64", "int8"])
 @pytest.mark.parametrize("shape", [(300, 3, 700), (256, 1, 512), (17, 2, 16), (1, 1, 1)])
 def test_large_blocks(shape, dtype):
     source = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
