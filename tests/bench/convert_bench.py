@@ -11,7 +11,8 @@ them; medians are printed. The tuned floor is the larger of
 
 `--cold` drops the checkpoint's pages from the page cache before each measurement, otherwise they are read into it.
 `--maxtext` is the Python of an environment with MaxText 0.2.5; its `to_huggingface` is measured beside us where the
-checkpoint has the sizes of a model that it lists (the default of make_checkpoint.py is its qwen3-1.7b).
+checkpoint has the sizes of a model that it knows (the default of make_checkpoint.py is its qwen3-1.7b). It has the
+sizes and the mappings of that model, but two of its tables leave the name out: EXPORT gives them the family's rows.
 """
 
 import argparse
@@ -32,6 +33,15 @@ from typing import Any
 
 FLIGHT = 3  # chunks in flight in the floor
 WRITE = 8 << 20  # bytes a write in the floor
+EXPORT = """
+import runpy, sys
+from maxtext.checkpoint_conversion.utils.hf_shape import HF_SHAPE
+from maxtext.utils.globals import HF_IDS
+model = next(word.split("=")[1] for word in sys.argv if word.startswith("model_name="))
+for table in (HF_SHAPE, HF_IDS):
+    table.setdefault(model, table["qwen3-0.6b"])
+runpy.run_module("maxtext.checkpoint_conversion.to_huggingface", run_name="__main__")
+"""
 TOKENIZER = Path(__file__).parents[1] / "data" / "tokenizer"
 
 
@@ -150,7 +160,7 @@ def maxtext(python: str, checkpoint: Path, out: Path, model: str) -> list[str]:
         "hardware": "cpu",
         "skip_jax_distributed_system": "true",
     }
-    script = [python, "-m", "maxtext.checkpoint_conversion.to_huggingface", base]
+    script = [python, "-c", EXPORT, base]
     return [*script, *(f"{k}={v}" for k, v in options.items()), f"--hf_model_path={TOKENIZER}"]
 
 
