@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
@@ -245,10 +246,9 @@ def convert_unit(work: Work, unit: Unit) -> Done:
                 guests[index] = store_for(ticket.path).guest(ticket)
                 places |= {number: (guests[index], shard.offsets[number]) for number in mine}
         made = of_slabs(work.plan, unit.slabs, work.budget, runs=1 if work.remote_source else RUNS)
-        steps = Steps(
-            work.plan, lambda leaf: open_leaf(work.checkpoint, leaf), places, work.scratch, _silent, unit.partial
-        )
-        found = carry_out(made, steps, workers=work.workers or os.cpu_count() or 1, writers=work.writers)
+        read = bind(open_leaf, work.checkpoint)
+        with Steps(work.plan, read, places, work.scratch, _silent, unit.partial) as steps:
+            found = carry_out(made, steps, workers=work.workers or os.cpu_count() or 1, writers=work.writers)
         return Done(unit.nbytes, found.results, found.counts, {i: guest.finish() for i, guest in guests.items()})
     except BaseException:
         for guest in guests.values():

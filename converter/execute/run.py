@@ -52,8 +52,8 @@ def run(
     made = made or schedule(plan, budget)
     files = [(shard, sink(shard)) for shard in shards]
     try:
-        steps = Steps(plan, read, _places(files), scratch, progress)
-        found = carry_out(made, steps, workers=workers, writers=writers)
+        with Steps(plan, read, _places(files), scratch, progress) as steps:
+            found = carry_out(made, steps, workers=workers, writers=writers)
         for _, file in files:
             file.commit()
     except BaseException:

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from mtx2vllm.converter.execute.schedule import RUNS, runs_of
+from mtx2vllm.converter.execute.schedule import runs_of
 from mtx2vllm.converter.execute.slabs import Slab, slabs
 from mtx2vllm.converter.plans import Group, Plan
 
 SHARE = 16  # units a machine: the last one to end then costs a sixteenth of a machine's time at most
 ENOUGH = 4  # so many pieces a machine spread evenly enough
+CUTS = 3  # a slab goes to so many machines at most: each of them decodes all of its chunks
 SMALLEST = 64 << 20  # bytes; below that starting a task costs more than it spreads
 HASHING = 0.25  # what taking a digest of a written byte costs, against converting it
 
@@ -79,7 +80,7 @@ def _pieces(families: list[list[Slab]], limit: int, machines: int) -> Iterator[l
         return
     found = [slab for family in families for slab in family]
     for slab in found:
-        runs = min(RUNS, ceil(slab.nbytes / limit)) if len(found) < machines else 1
+        runs = min(CUTS, ceil(slab.nbytes / limit)) if len(found) < machines else 1
         cut = runs_of(slab.parts, ceil(slab.nbytes / runs)) if runs > 1 else [slab.parts]
         for parts in cut:
             yield [replace(slab, parts=parts)]

@@ -113,7 +113,7 @@ def test_agrees_with_the_definition(plan, spare, runs, workers, join):
     files = Files()
     results = in_time(lambda: run(plan, shards, opener(arrays), files, made=made, workers=workers, writers=2))
     assert sorted(results) == list(range(len(plan.tensors)))
-    assert made.memory <= least(plan) + spare
+    assert made.rings <= least(plan) + spare
     wanted = expected(plan, arrays)
     for shard in shards:
         data = files[shard.name].data

@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_reread_or_spilled_and_says_why():
     [note] = small.oversize
     assert note.how == "spill" and note.nbytes == plan.nbytes and "times" in note.reason
     for made in (whole, half, never, small):
-        assert made.memory <= 4 << 20 and made.written == plan.nbytes
+        assert made.rings <= 4 << 20 and made.written == plan.nbytes
 
 
 def test_a_budget_too_small_is_refused_with_the_one_that_would_do():
