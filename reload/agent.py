@@ -228,22 +228,28 @@ class ReloadAgent:
 
 
 def engine_of(engine_or_llm: Any) -> Engine:
-    """An `Engine` as it is, or the one of a `vllm.LLM`.
+    """An `Engine` as it is, or the one of a `vllm.LLM`, an `LLMEngine`, or a sampler that holds either.
+
+    Tunix's VllmSampler keeps its LLM in `llm`, and in server mode an `LLMEngine` in `_driver`
+    (tunix/generate/vllm_sampler.py).
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is none of these.
     """
     if hasattr(engine_or_llm, "swap") and hasattr(engine_or_llm, "specs"):
         engine: Engine = engine_or_llm
         return engine
-    if not hasattr(engine_or_llm, "llm_engine"):
+    holders = [engine_or_llm, *(getattr(engine_or_llm, name, None) for name in ("llm", "_driver"))]
+    llm_engine = next((found for h in holders if (found := getattr(h, "llm_engine", None)) is not None), engine_or_llm)
+    if not hasattr(llm_engine, "engine_core"):
         raise UsageError(
-            f"{type(engine_or_llm).__name__} is neither a vllm.LLM nor an engine (reload.engine.Engine); give the LLM of "
-            "this process. An engine that `vllm serve` runs follows MTX2VLLM_WATCH by itself."
+            f"{type(engine_or_llm).__name__} is neither a vllm.LLM (or a sampler that holds one) nor an engine "
+            "(reload.engine.Engine); give the LLM of this process. An engine that `vllm serve` runs follows "
+            "MTX2VLLM_WATCH by itself."
         )
-    from mtx2vllm.reload.engines.tpu_inference import of_llm
+    from mtx2vllm.reload.engines.tpu_inference import of_llm_engine
 
-    return of_llm(engine_or_llm)
+    return of_llm_engine(llm_engine)
 
 
 def load_version(

@@ -224,10 +224,10 @@ def _has_tokenizer(directory: str) -> bool:
 
 def _push(llm: Any, version: str) -> tuple[Report, tuple[str, ...], dict[str, float]]:
     from mtx2vllm.reload.agent import load_version
-    from mtx2vllm.reload.engines.tpu_inference import of_llm
+    from mtx2vllm.reload.engines.tpu_inference import of_llm_engine
 
     begun = time.monotonic()
-    engine = of_llm(llm)
+    engine = of_llm_engine(llm.llm_engine)
     try:
         report = load_version(engine, version)
     except LoadFailed as error:

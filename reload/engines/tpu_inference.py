@@ -176,13 +176,13 @@ class TpuInference:
         }
 
 
-def of_llm(llm: Any) -> TpuInference:
-    """The engine of a `vllm.LLM` in this process.
+def of_llm_engine(llm_engine: Any) -> TpuInference:
+    """The engine of a `vllm.LLM` (its `llm_engine`) in this process.
 
     Raises:
         Unsupported: its engine runs in another process, or cannot be reloaded.
     """
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    core = getattr(llm_engine.engine_core, "engine_core", None)
     if core is None:
         raise Unsupported(
             "this LLM runs its engine in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before creating it, or "

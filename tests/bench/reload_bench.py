@@ -205,9 +205,9 @@ def main() -> None:
         from engine.start import start
 
         llm = start(config, load_format="dummy", max_num_seqs=4)
-        from mtx2vllm.reload.engines.tpu_inference import of_llm
+        from mtx2vllm.reload.engines.tpu_inference import of_llm_engine
 
-        spans, compiled, rows = watch_swaps(of_llm(llm)), watch_compilations(), []
+        spans, compiled, rows = watch_swaps(of_llm_engine(llm.llm_engine)), watch_compilations(), []
         with running(llm) as stream:
             while len(stream.stamps) < 40:
                 time.sleep(0.2)

@@ -49,9 +49,9 @@ def open_session(family: str, tp: int, expert_parallel: bool, **more: Any) -> Se
     """Start `family` with random weights and attach to it."""
     arguments = {"tp": tp, **({"enable_expert_parallel": True} if expert_parallel else {}), **more}
     llm = start(directory(family), family=family, **{"load_format": "dummy"} | arguments)
-    from mtx2vllm.reload.engines.tpu_inference import of_llm
+    from mtx2vllm.reload.engines.tpu_inference import of_llm_engine
 
-    engine = of_llm(llm)
+    engine = of_llm_engine(llm.llm_engine)
     a = canonical(family)
     return Session(family, arguments, llm, engine, a, other(a))
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.processes import report
 from mtx2vllm.reload.engines.layers import Unsupported
-from mtx2vllm.reload.engines.tpu_inference import TpuInference, of_llm
+from mtx2vllm.reload.engines.tpu_inference import TpuInference, of_llm_engine
 
 pytestmark = pytest.mark.engine
 
@@ -44,7 +44,7 @@ def test_what_stands_in_the_way_is_named(made: dict[str, Any], words: str) -> No
 def test_an_engine_in_another_process_is_not_reached_from_here() -> None:
     llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object()))
     with pytest.raises(Unsupported, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
-        of_llm(llm)
+        of_llm_engine(llm.llm_engine)
 
 
 @pytest.mark.parametrize(
