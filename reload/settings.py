@@ -146,6 +146,11 @@ def _unknown(key: str, known: set[str]) -> str:
 
 def _sentence(error: Any, prefix: str) -> str:
     name = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":  # of the environment `_unknown` has told already
+        known = sorted(Settings.model_fields.keys() - {"watch"})
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+        return f"{name} is not a setting of the agent; {hint}"
     text = error["msg"].removeprefix("Value error, ").removeprefix(f"{error['input']!r} ").rstrip(".")
     text = text if text.startswith(("is ", "may ")) else f"is wrong: {text}"
     return f"{(prefix + name.upper()) if prefix else name} = {error['input']!r} {text}."

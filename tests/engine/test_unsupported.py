@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from engine.processes import report
+from mtx2vllm.reload.agent import engine_of
 from mtx2vllm.reload.engines.layers import Unsupported
-from mtx2vllm.reload.engines.tpu_inference import TpuInference, of_llm_engine
+from mtx2vllm.reload.engines.tpu_inference import TpuInference
 
 pytestmark = pytest.mark.engine
 
@@ -41,10 +42,17 @@ def test_what_stands_in_the_way_is_named(made: dict[str, Any], words: str) -> No
     assert len(caught.value.problems) == 1 and "\n" not in caught.value.problems[0]
 
 
-def test_an_engine_in_another_process_is_not_reached_from_here() -> None:
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object()))
+LLM = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object()))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [LLM, LLM.llm_engine, SimpleNamespace(llm=LLM, _driver=None), SimpleNamespace(llm=None, _driver=LLM)],
+    ids=["LLM", "LLMEngine", "Tunix's sampler", "Tunix's sampler in server mode"],
+)
+def test_an_engine_in_another_process_is_not_reached_from_here(given: Any) -> None:
     with pytest.raises(Unsupported, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
-        of_llm_engine(llm.llm_engine)
+        engine_of(given)
 
 
 @pytest.mark.parametrize(

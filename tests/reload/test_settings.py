@@ -78,3 +78,10 @@ def test_a_relative_root_stays_when_the_process_moves(tmp_path: Path, monkeypatc
 def test_a_host_name_that_is_no_file_name(monkeypatch) -> None:
     monkeypatch.setattr(settings.socket, "gethostname", lambda: ".we ird/näme")
     assert settings_for("/r", replica=host_name()).replica == "we-ird-n-me"
+
+
+def test_an_option_that_is_none_is_told_with_the_one_that_was_meant() -> None:
+    with pytest.raises(InputError, match=r"^replicas is not a setting of the agent; did you mean replica\?$"):
+        settings_for("/versions", replicas="a")
+    with pytest.raises(InputError, match=r"^name is not a setting of the agent; known are cache_dir, cache_size, "):
+        settings_for("/versions", name="a")
