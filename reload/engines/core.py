@@ -158,6 +158,12 @@ def is_paused(core: Any) -> bool:
     return bool(core.is_scheduler_paused())
 
 
+def is_busy(core: Any) -> bool:
+    """Whether requests are running, as seen from another thread. Schedulers in other processes cannot be asked from
+    there (their pipes belong to the engine's thread): they count as busy."""
+    return bool(getattr(core.scheduler, "running", True))
+
+
 def drain(steps: Steps) -> None:
     """Finish what is in flight without scheduling more, so that its tokens are counted to the version that made them.
 

@@ -5,7 +5,8 @@ fill the device; finished arrays wait in host memory, and each unit's old arrays
 copied, so at no moment is more than the model on the device.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from mtx2vllm.reload.engines.live import Live, build, placement, put
 
 Arrays = dict[str, Any]
 Places = dict[str, dict[str, Any]]
+REST_S = 0.5  # at most, after a unit
 Group = tuple[str, Arrays, Callable[[], Arrays]]
 
 
@@ -28,14 +30,28 @@ def touched(units: Sequence[Unit], weights: Weights) -> list[Unit]:
     return [unit for unit in units if any(name in weights for name in unit.specs)]
 
 
+def shared(units: Iterable[Unit], busy: Callable[[], bool]) -> Iterator[Unit]:
+    """The units; while the engine is busy the time that one took is left to it before the next.
+
+    Building runs on the host's cores, where the engine schedules, and (on a CPU) on the very threads that run its steps.
+    """
+    for unit in units:
+        begun = time.monotonic()
+        yield unit
+        if busy():
+            time.sleep(min(time.monotonic() - begun, REST_S))
+
+
 # --- double ---
 
 
-def build_on_device(live: Live, units: Sequence[Unit], weights: Weights) -> dict[str, jax.Array]:
+def build_on_device(
+    live: Live, units: Sequence[Unit], weights: Weights, busy: Callable[[], bool]
+) -> dict[str, jax.Array]:
     """All new arrays on the devices, beside the old ones. The model is not touched."""
     now = live.arrays()
     new: dict[str, jax.Array] = {}
-    for unit in touched(units, weights):
+    for unit in shared(touched(units, weights), busy):
         new |= {name: put(array, placement(now[name])) for name, array in build(unit, weights).items()}
     return new
 
@@ -67,19 +83,28 @@ class InPlace:
     groups: tuple[Group, ...]
 
 
-def build_on_host(live: Live, units: Sequence[Unit], weights: Weights, undo: Weights | None) -> InPlace:
+def build_on_host(
+    live: Live, units: Sequence[Unit], weights: Weights, undo: Weights | None, busy: Callable[[], bool]
+) -> InPlace:
     """New arrays, finished, in host memory, and an undo source secured: `undo` (canonical tensors of what is loaded),
     or a copy of the old arrays. The model is not touched."""
     now = live.arrays()
     groups: list[Group] = []
-    for unit in touched(units, weights):
-        new = build(unit, weights)
+    for unit in shared(touched(units, weights), busy):
+        new = {name: in_memory(array) for name, array in build(unit, weights).items()}
         if undo is not None and all(name in undo for name in unit.specs if name in weights):
             old = _from(unit, undo)
         else:
             old = _kept({name: host_copy(now[name]) for name in new})
         groups.append((next(iter(unit.specs)), new, old))
     return InPlace(tuple(groups))
+
+
+def in_memory(array: Any) -> jax.Array:
+    """An array of the host's that is no memory map: the pause must not wait for a disk, nor for fresh pages."""
+    if isinstance(array, jax.Array):
+        return array
+    return jax.block_until_ready(jax.device_put(array, jax.local_devices(backend="cpu")[0], may_alias=False))
 
 
 def host_copy(array: jax.Array) -> NDArray[Any]:

@@ -6,6 +6,7 @@ Written against vllm-tpu and tpu-inference 0.32.0. Where the runner's model has 
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -117,10 +118,11 @@ class TpuInference:
             return self._native_write(change)
         if not self._units:
             raise SwapFailed("the engine's own loader takes whole versions only")
+        busy = partial(cores.is_busy, self._steps.core)
         if change.mode == "double":
-            new = exchange.build_on_device(self._live, self._units, change.weights)
+            new = exchange.build_on_device(self._live, self._units, change.weights, busy)
             return lambda: exchange.exchange(self._live, new)
-        ready = exchange.build_on_host(self._live, self._units, change.weights, change.undo)
+        ready = exchange.build_on_host(self._live, self._units, change.weights, change.undo, busy)
         return lambda: exchange.write(self._live, ready)
 
     def _native_write(self, change: Change) -> Any:

@@ -11,13 +11,17 @@ for each swap, from one run:
     rate                            tokens a second while staging and while preparing; beside it the rate before
     compiled                        programs compiled inside the pause, and on the engine's thread until a second after
 
-and beside them, measured with the engine idle, the raw copy: the same files mapped, each tensor given to `device_put`.
+    raw                             the raw copy just before it, with the engine idle: the same files mapped, each tensor
+                                    given to `device_put`; and the pause in terms of it
+
 On a CPU the device's memory is the host's: what was prepared there is not copied once more in the pause, only tensors
-that are taken as they are (embedding, head, norms). Staging and preparing share the cores with the engine's own steps.
+that are taken as they are (embedding, head, norms). Staging and preparing share the cores with the engine's own steps:
+--device-threads 1 gives XLA one thread, so that on two cores the other one is free, as a host beside a TPU is.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,6 +39,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 SETTLE_S = 1.0
+BEFORE_S = 8.0
 
 
 @dataclass
@@ -67,10 +72,14 @@ class Stream:
                     del lengths[out.request_id]
             if count:
                 self.stamps.append((time.monotonic(), count))
+        engine.abort_request(list(lengths))
 
     def rate(self, begin: float, end: float) -> float:
-        """Tokens a second."""
-        return sum(n for at, n in self.stamps if begin < at <= end) / max(end - begin, 1e-9)
+        """Tokens a second over the whole steps that overlap a span."""
+        stamps = list(self.stamps)
+        first = max((i for i, (at, _) in enumerate(stamps) if at <= begin), default=0)
+        last = next((i for i, (at, _) in enumerate(stamps) if at >= end), len(stamps) - 1)
+        return sum(n for _, n in stamps[first + 1 : last + 1]) / max(stamps[last][0] - stamps[first][0], 1e-9)
 
     def gap(self, begin: float, end: float) -> float:
         """The longest time without a token that overlaps a span."""
@@ -157,7 +166,7 @@ def watch_compilations() -> list[tuple[float, str]]:
 
 
 def swap(
-    llm: Any, stream: Stream, version: Path, mode: str, compiled: list[tuple[float, str]], spans: Any
+    llm: Any, stream: Stream, version: Path, mode: str, compiled: list[tuple[float, str]], spans: Any, raw: float
 ) -> dict[str, Any]:
     """Load one version while the stream runs; what it cost."""
     from mtx2vllm.reload import load_version
@@ -169,11 +178,11 @@ def swap(
     handed, low, high = spans[-1]
     seconds = dict(report.seconds)
     return {
-        "version": report.version, "mode": report.mode, "bytes": report.nbytes, "total": ended - begun,
+        "raw": raw, "version": report.version, "mode": report.mode, "bytes": report.nbytes, "total": ended - begun,
         "stage": seconds["verify"] + seconds["stage"], "prepare": seconds["prepare"], "pause": seconds["pause"],
         "write": report.details["write"], "drain": report.details["drain"],
         "gaps": [stream.gap(begun, handed), stream.gap(handed, low), stream.gap(low, high + SETTLE_S)],
-        "gap_before": stream.gap(begun - 8, begun), "rate_before": stream.rate(begun - 8, begun),
+        "gap_before": stream.gap(begun - BEFORE_S, begun), "rate_before": stream.rate(begun - BEFORE_S, begun),
         "rates": [stream.rate(begun, handed), stream.rate(handed, low)],
         "compiled_in_pause": sum(low <= at <= high for at, _ in compiled),
         "compiled_after": sum(low <= at <= ended + SETTLE_S and thread == "stream" for at, thread in compiled),
@@ -187,7 +196,21 @@ def shown(row: dict[str, Any]) -> str:
         f"total {row['total']:.2f} s  write {row['write']:.3f} s = {gb / max(row['write'], 1e-9):.1f} GB/s  "
         f"gaps {', '.join(f'{gap:.2f}' for gap in row['gaps'])} s ({row['gap_before']:.2f})  "
         f"rates {', '.join(f'{rate:.1f}' for rate in row['rates'])} ({row['rate_before']:.1f}) tokens/s  "
-        f"compiled {row['compiled_in_pause']} + {row['compiled_after']}"
+        f"compiled {row['compiled_in_pause']} + {row['compiled_after']}  "
+        f"raw {row['raw']:.2f} s = {gb / row['raw']:.1f} GB/s, pause {row['pause'] / row['raw']:.2f} of it"
+    )
+
+
+def summary(mode: str, rows: list[dict[str, Any]]) -> str:
+    """Medians over all swaps but the first, which compiles."""
+    if not rows:
+        return f"{mode}: the first swap alone says nothing"
+    staged, prepared = (median(row["rates"][i] / row["rate_before"] for row in rows) for i in (0, 1))
+    return (
+        f"{mode}: medians of {len(rows)}: pause {median(row['pause'] for row in rows):.3f} s = "
+        f"{median(row['pause'] / row['raw'] for row in rows):.2f} of the raw copy; token rate while staging "
+        f"{staged:.0%} and while preparing {prepared:.0%} of the one before; longest gap "
+        f"{max(max(row['gaps']) for row in rows):.2f} s ({max(row['gap_before'] for row in rows):.2f} s before)"
     )
 
 
@@ -197,8 +220,11 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, default=3, help="in each mode")
     parser.add_argument("--modes", default="double,inplace")
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--device-threads", type=int, help="of XLA; default: one a core")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.device_threads:
+        os.environ["NPROC"] = str(options.device_threads)  # read by XLA's client for CPUs (tsl's DefaultThreadPoolSize)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "root"
         config = make_versions(root, 2, options.layers)
@@ -208,24 +234,19 @@ def main() -> None:
         from mtx2vllm.reload.engines.tpu_inference import of_llm_engine
 
         spans, compiled, rows = watch_swaps(of_llm_engine(llm.llm_engine)), watch_compilations(), []
-        with running(llm) as stream:
-            while len(stream.stamps) < 40:
-                time.sleep(0.2)
-            steps = [b - a for (a, _), (b, _) in pairwise(stream.stamps[10:])]
-            print(f"a step takes {median(steps):.3f} s", flush=True)
-            for number, mode in enumerate(m for m in options.modes.split(",") for _ in range(options.swaps)):
-                time.sleep(8)
-                rows.append(swap(llm, stream, root / str(number % 2 + 1), mode, compiled, spans))
-                print(shown(rows[-1]), flush=True)
         raw_put(root / "1")
-        seconds, nbytes = min(raw_put(root / "1") for _ in range(3))
-        print(f"raw mmap -> device_put: {nbytes / 1e9:.2f} GB in {seconds:.3f} s = {nbytes / seconds / 1e9:.1f} GB/s")
+        for number, mode in enumerate(m for m in options.modes.split(",") for _ in range(options.swaps)):
+            raw, _ = raw_put(root / str(number % 2 + 1))
+            with running(llm) as stream:
+                while len(stream.stamps) < 40:
+                    time.sleep(0.2)
+                time.sleep(BEFORE_S)
+                rows.append(swap(llm, stream, root / str(number % 2 + 1), mode, compiled, spans, raw))
+            print(shown(rows[-1]), flush=True)
         for mode in options.modes.split(","):
-            pauses = [row["pause"] for row in rows if row["mode"] == mode][1:]
-            if pauses:
-                print(f"{mode}: median pause {median(pauses):.3f} s = {median(pauses) / seconds:.2f} of the raw copy")
+            print(summary(mode, [row for row in rows if row["mode"] == mode][1:]))
         if options.json:
-            options.json.write_text(json.dumps({"rows": rows, "raw": [seconds, nbytes]}))
+            options.json.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":
