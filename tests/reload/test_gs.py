@@ -4,6 +4,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, until
@@ -124,6 +125,30 @@ def test_ten_reloads_through_faults(tmp_path: Path, broken, bucket: str, make_ag
         until(lambda step=step: agent.status().loaded == step, 60)
         assert engine.holds(tensors)
     assert sum(broken.faults.values()) > 5
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_a_range_that_arrives_damaged_is_read_again(
+    tmp_path: Path, broken, bucket: str, make_agent, number: int, cache: bool  # noqa: F811
+) -> None:  # fmt: skip
+    """The store knows no checksum of a range. The version is not blamed for what a network did: headers, tensors."""
+    publish(tmp_path, f"{bucket}/r", 3, A)
+    seen: set[str] = set()
+
+    def choose(request: Any) -> str | None:
+        if request.method != "GET" or not request.span or ".safetensors" not in request.path:
+            return None
+        seen.add(request.path + request.span)
+        return "wrong" if len(seen) == number + 1 and broken.faults["wrong", "GET"] == 0 else None
+
+    broken.choose = choose
+    engine = FakeEngine(A)
+    more = {"cache_dir": str(tmp_path / "cache")} if cache else {}
+    agent = make_agent(engine, root=f"{bucket}/r", **more)
+    agent.load(3)
+    assert broken.faults["wrong", "GET"] == 1
+    assert agent.status().failures == 0 and engine.holds(A)
 
 
 def test_ranges_are_read_in_parallel(tmp_path: Path, broken, bucket: str, make_agent) -> None:  # noqa: F811
