@@ -7,7 +7,7 @@ than it had to be, never too small.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtx2vllm.converter.execute.chunks import Box, Range, flat, meet, span
+from mtx2vllm.converter.execute.sets import Sets, ordered
 from mtx2vllm.converter.plans import Group, Leaf, Move, Plan, Tensor
 
 SMALL = 4 << 20  # a leaf up to this size is read whole: a chunk of a norm is a few KB, and asking costs 0.1 ms
@@ -104,23 +105,6 @@ def _joined(plan: Plan, found: Sequence[Slab]) -> Slab:
     return Slab(found[0].moves, parts, tuple(load for slab in found for load in slab.loads))
 
 
-class _Sets:
-    """Disjoint sets of small integers."""
-
-    def __init__(self, count: int) -> None:
-        self.parent = list(range(count))
-
-    def find(self, i: int) -> int:
-        while self.parent[i] != i:
-            self.parent[i] = i = self.parent[self.parent[i]]
-        return i
-
-    def join(self, items: Iterable[int]) -> None:
-        roots = sorted({self.find(i) for i in items})
-        for root in roots[1:]:
-            self.parent[root] = roots[0]
-
-
 Reach = Mapping[str, Range]  # the values of elementary axes that a line of the grid can meet, within the window
 
 
@@ -206,7 +190,7 @@ class _Table:
         rows = {key: self._rows(key, kinds) for key in self.leaves}
         bounds = [self._bounds(ids, moves, rows) for ids, moves in kinds]
         first = np.cumsum([0, *(len(b) - 1 for b in bounds)]).tolist()
-        sets = _Sets(first[-1])
+        sets = Sets(first[-1])
         touched: dict[tuple[str, tuple[int, ...]], int] = {}
         for key, found in rows.items():
             for place, by_move in found.items():
@@ -221,7 +205,7 @@ class _Table:
                     sets.join(nodes)
                     touched[key, place] = nodes[0]
         self._adopt_gaps(sets, touched, first)
-        order = _ordered(sets, first)
+        order = ordered(sets, first)
         rank = {root: i for i, roots in enumerate(order) for root in roots}
         return self._assemble(kinds, bounds, first, sets, touched, rank, len(order), int(self.label[members[0]]))
 
@@ -265,7 +249,7 @@ class _Table:
         return sorted(ends) if len(ends) > 1 else [0, 0]
 
     @staticmethod
-    def _adopt_gaps(sets: _Sets, touched: Mapping[tuple[str, tuple[int, ...]], int], first: Sequence[int]) -> None:
+    def _adopt_gaps(sets: Sets, touched: Mapping[tuple[str, tuple[int, ...]], int], first: Sequence[int]) -> None:
         """Rows that nothing fills (the padding) go with those before them."""
         filled = {sets.find(node) for node in touched.values()}
         for begin, end in pairwise(first):
@@ -278,7 +262,7 @@ class _Table:
         kinds: Sequence[tuple[NDArray[np.int64], frozenset[int]]],
         bounds: Sequence[Sequence[int]],
         first: Sequence[int],
-        sets: _Sets,
+        sets: Sets,
         touched: Mapping[tuple[str, tuple[int, ...]], int],
         rank: Mapping[int, int],
         count: int,
@@ -316,27 +300,3 @@ def _row_range(move: Move, reach: Reach) -> Range:
     low = flat([reach[a][0] for a in axes], sizes)
     high = flat([reach[a][1] - 1 for a in axes], sizes)
     return move.start[0] + low * move.step[0], move.start[0] + high * move.step[0] + 1
-
-
-def _ordered(sets: _Sets, first: Sequence[int]) -> list[list[int]]:
-    """Sets of nodes in an order in which each tensor's rows ascend; sets that contradict each other come as one."""
-    after: dict[int, set[int]] = {sets.find(node): set() for node in range(first[-1])}
-    for begin, end in pairwise(first):
-        for node in range(begin, end - 1):
-            a, b = sets.find(node), sets.find(node + 1)
-            if a != b:
-                after[a].add(b)
-    waiting = dict.fromkeys(after, 0)
-    for nexts in after.values():
-        for b in nexts:
-            waiting[b] += 1
-    order, ready = [], [root for root, n in waiting.items() if n == 0]
-    while ready:
-        root = ready.pop(0)
-        order.append([root])
-        for b in sorted(after[root]):
-            waiting[b] -= 1
-            if waiting[b] == 0:
-                ready.append(b)
-    rest = [root for root, n in waiting.items() if n > 0]
-    return [*order, rest] if rest else order

@@ -116,16 +116,17 @@ class Publisher:
             LostRace: another writer has published meanwhile.
         """
         side = side_files(job)
+        made = manifest_of(job, checkpoint, (results, self._copied), side, previous)
+        said = made.dumps()
         self._claim.require()
         self._let_go(job)
         for shard in self._shards:
             shard.writer.commit()
         for name, data in side.items():
             self.store.replace(join(self.out, name), data)
-        made = manifest_of(job, checkpoint, (results, self._copied), side, previous)
         self._claim.require()
         try:
-            self.store.create(join(self.out, manifests.NAME), made.dumps())
+            self.store.create(join(self.out, manifests.NAME), said)
         except LostRace:
             raise LostRace(
                 f"{self.out} was published by another writer meanwhile ({_who(self.out)}); nothing was changed"
