@@ -14,10 +14,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.version.pieces import bits
 from mtx2vllm.reload.engine import EngineBroken, SwapFailed, Weights
 from mtx2vllm.reload.engines.layers import Unit
-from mtx2vllm.reload.engines.live import Live, build, placement, put
+from mtx2vllm.reload.engines.live import Live, build, owned, placement, put
 
 Arrays = dict[str, Any]
 Places = dict[str, dict[str, Any]]
@@ -104,13 +103,12 @@ def in_memory(array: Any) -> jax.Array:
     """An array of the host's that is no memory map: the pause must not wait for a disk, nor for fresh pages."""
     if isinstance(array, jax.Array):
         return array
-    return jax.block_until_ready(jax.device_put(array, jax.local_devices(backend="cpu")[0], may_alias=False))
+    return jax.block_until_ready(jax.device_put(owned(array), jax.local_devices(backend="cpu")[0]))
 
 
 def host_copy(array: jax.Array) -> NDArray[Any]:
-    """A copy in host memory that no device can take back. By its bits: numpy copies bfloat16 an element at a time."""
-    held = np.asarray(jax.device_get(array))
-    return np.array(held.view(bits(held.dtype)), copy=True).view(held.dtype)
+    """A copy in host memory that no device can take back."""
+    return owned(np.asarray(jax.device_get(array)))
 
 
 def _from(unit: Unit, undo: Weights) -> Callable[[], Arrays]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
+from mtx2vllm.converter.version.pieces import bits
 from mtx2vllm.reload.engine import Weights
 from mtx2vllm.reload.engines.layers import STATE_PREFIX, Unit
 
@@ -72,13 +74,18 @@ def build(unit: Unit, weights: Weights) -> dict[str, Any]:
 
 def put(array: Any, like: Mapping[str, Any]) -> jax.Array:
     """`array` on the devices, sharded and laid out as `like` (of `placement`), once the copy is complete."""
-    # A memory map must not become the storage of a weight, which a CPU device would do with it.
-    on_device = jax.device_put(
-        array, like["sharding"], **({"may_alias": False} if isinstance(array, np.ndarray) else {})
-    )
+    if isinstance(array, np.ndarray) and any(device.platform == "cpu" for device in like["sharding"].device_set):
+        array = owned(array)
+    on_device = jax.device_put(array, like["sharding"])
     if like["format"] is not None and on_device.format.layout != like["format"].layout:
         on_device = jax.device_put(on_device, like["format"])
     return jax.block_until_ready(on_device)
+
+
+def owned(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy in memory of its own. A CPU device takes the buffer it is given as an array's storage (`may_alias=False` or
+    not, jax 0.11), which a memory map must not become. By its bits: numpy copies bfloat16 an element at a time."""
+    return np.array(array.view(bits(array.dtype)), copy=True).view(array.dtype)
 
 
 def placement(array: jax.Array) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from mtx2vllm.reload.engines import exchange
 from mtx2vllm.reload.engines.core import is_busy
+from mtx2vllm.reload.engines.live import placement, put
 
 
 @pytest.mark.parametrize(("busy", "slept"), [(True, [0.25, exchange.REST_S]), (False, [])])
@@ -20,12 +22,20 @@ def test_a_busy_engine_gets_the_time_that_each_unit_took(
     assert naps == slept
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # where jax is imported already
+
+
 def test_what_was_mapped_is_in_memory_before_the_pause(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(range(64)))
-    held = exchange.in_memory(np.memmap(file, np.uint8, "r+"))
-    np.memmap(file, np.uint8, "r+")[:] = 7
-    assert np.asarray(held).tobytes() == bytes(range(64))
+    mapped = np.memmap(file, np.uint8, "r+")
+    held = exchange.in_memory(mapped)
+    on_device = put(mapped, placement(held))
+    mapped[:] = 7
+    assert np.asarray(held).tobytes() == np.asarray(on_device).tobytes() == bytes(range(64))
     assert exchange.in_memory(held) is held
 
 
