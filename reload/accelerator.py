@@ -22,7 +22,7 @@ def has_libtpu() -> bool:
 def missing(environ: Mapping[str, str]) -> str | None:
     """Why an engine would find no TPU here, None where nothing speaks against it. A platform that is chosen by
     JAX_PLATFORMS needs no device of this machine."""
-    if environ.get("JAX_PLATFORMS", "tpu") != "tpu":
+    if "tpu" not in (environ.get("JAX_PLATFORMS") or "tpu").split(","):
         return None
     if not devices():
         named = next((name for name in _VARIABLES if environ.get(name)), None)

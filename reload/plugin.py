@@ -4,12 +4,17 @@ It makes the load format `mtx2vllm` known everywhere. With `MTX2VLLM_WATCH` set,
 runs in a process of its own when its loop begins, one in the caller's process when it is made.
 """
 
+import contextlib
 import functools
 import logging
+import multiprocessing
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from mtx2vllm.reload import accelerator
 from mtx2vllm.reload.engines import loader
 from mtx2vllm.reload.settings import Settings, read_environment
 
@@ -32,6 +37,9 @@ def register() -> None:
         settings = read_environment()
         if settings is not None:
             _follow(settings)
+            _say_without_tpu()
+        else:
+            _say_without_tpu_for_our_format()
         _registered.append(True)
 
 
@@ -44,6 +52,41 @@ def _follow(settings: Settings) -> None:
         _wrap(kind, "run_busy_loop", functools.partial(_loop_with_agent, settings=settings))
     _wrap(core_client.InprocClient, "__init__", functools.partial(_client_with_agent, settings=settings))
     _wrap(uniproc_executor.UniProcExecutor, "_init_executor", _bind_before_compiling)
+
+
+def _without_tpu() -> str | None:
+    """A sentence where no TPU is to be seen. Without it the engine works for minutes and ends in an error of its own that
+    names no cause; it may be wrong, so nothing is stopped."""
+    with contextlib.suppress(Exception):
+        why = accelerator.missing(os.environ)
+        if why is not None:
+            return (
+                f"no TPU was found on this machine ({why}), and without one the engine does not start, whatever it is to "
+                "load: start it where a TPU is, in a container with the device files passed in"
+            )
+    return None
+
+
+def _say_without_tpu() -> None:
+    """Once, in the process that starts the engine; its children would say it again."""
+    said = _without_tpu() if multiprocessing.parent_process() is None else None
+    if said is not None:
+        _speak()
+        log.warning("%s", said)
+
+
+def _say_without_tpu_for_our_format() -> None:
+    """The same for `--load-format mtx2vllm`, as soon as vLLM has read its arguments: here they are not known yet."""
+
+    def create(original: Callable[[], Any], _arguments: Any) -> Any:
+        config = original()
+        if getattr(config, "load_format", None) == loader.LOAD_FORMAT:
+            _say_without_tpu()
+        return config
+
+    arguments = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
+    if "create_load_config" in getattr(arguments, "__dict__", {}):
+        _wrap(arguments, "create_load_config", create)  # type: ignore[arg-type]
 
 
 def _speak() -> None:
@@ -113,4 +156,9 @@ def _bind_before_compiling(init: Callable[[], Any], _executor: Any) -> Any:
 
     if not hasattr(tpu_runner.TPUModelRunner.load_model, "__wrapped__"):
         _wrap(tpu_runner.TPUModelRunner, "load_model", load_then_bind)
-    return init()
+    try:
+        return init()
+    except Exception as error:
+        if said := _without_tpu():  # this file is in the traceback, and is not to blame
+            error.add_note(f"mtx2vllm: {said}")
+        raise

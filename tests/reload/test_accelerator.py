@@ -1,13 +1,17 @@
 """Whether a TPU can be seen: by device files, without JAX."""
 
+import logging
+import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mtx2vllm.converter.errors import UsageError
-from mtx2vllm.reload import ReloadAgent, accelerator
+from mtx2vllm.reload import ReloadAgent, accelerator, plugin
 from mtx2vllm.reload.doctor import examine
-from mtx2vllm.reload.engines import trial
+from mtx2vllm.reload.engines import loader, trial
 
 
 @pytest.fixture
@@ -30,7 +34,8 @@ def test_a_device_or_another_platform_is_no_reason_to_complain(
     devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert accelerator.missing({"JAX_PLATFORMS": "cpu"}) is None
-    assert accelerator.missing({"JAX_PLATFORMS": "tpu"}) is not None
+    for platforms in ("tpu", "tpu,cpu", ""):
+        assert accelerator.missing({"JAX_PLATFORMS": platforms}) is not None
     devices.append("/dev/accel0")
     monkeypatch.setattr(accelerator, "has_libtpu", lambda: True)
     assert accelerator.missing({}) is None
@@ -60,3 +65,85 @@ def test_an_engine_that_does_not_start_says_why(devices: list[str], monkeypatch:
 def test_an_agent_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"object is neither a vllm\.LLM .* nor an engine"):
         ReloadAgent(object(), str(tmp_path))
+
+
+@pytest.fixture
+def registering(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """`plugin.register` as in a new process, without vLLM; the log that it writes."""
+    monkeypatch.setattr(plugin, "_registered", [])
+    monkeypatch.setattr(plugin, "_follow", lambda settings: None)
+    monkeypatch.setattr(loader, "register", lambda: None)
+    for name in ("JAX_PLATFORMS", "MTX2VLLM_WATCH"):
+        monkeypatch.delenv(name, raising=False)
+    caplog.set_level(logging.WARNING, "mtx2vllm")
+    return caplog
+
+
+def test_a_sampler_that_follows_hears_at_once_that_there_is_no_tpu(
+    devices: list[str], registering: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    assert not registering.messages  # neither follows nor loads our format: no concern of ours
+    monkeypatch.setattr(plugin, "_registered", [])
+    monkeypatch.setenv("MTX2VLLM_WATCH", "/versions")
+    plugin.register()
+    plugin.register()
+    [said] = registering.messages
+    assert said.startswith(
+        "no TPU was found on this machine (neither /dev/accel* nor /dev/vfio/* is there), and without"
+    )
+
+
+@pytest.mark.parametrize("case", ["cpu on purpose", "a device", "a child", "a check that fails"])
+def test_nothing_is_said_where_it_would_be_wrong_or_said_twice(
+    case: str, devices: list[str], registering: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(environ: Any) -> str:
+        raise PermissionError("/dev")
+
+    monkeypatch.setenv("MTX2VLLM_WATCH", "/versions")
+    if case == "cpu on purpose":
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    elif case == "a device":
+        devices.append("/dev/accel0")
+        monkeypatch.setattr(accelerator, "has_libtpu", lambda: True)
+    elif case == "a child":
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=1))
+    else:
+        monkeypatch.setattr(accelerator, "missing", fail)
+    plugin.register()
+    assert not registering.messages
+
+
+@pytest.mark.parametrize(("load_format", "lines"), [("mtx2vllm", 1), ("auto", 0)])
+def test_our_load_format_hears_it_when_the_arguments_are_read(
+    load_format: str,
+    lines: int,
+    devices: list[str],
+    registering: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class EngineArgs:
+        def create_load_config(self) -> Any:
+            return SimpleNamespace(load_format=load_format)
+
+    monkeypatch.setitem(plugin.sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=EngineArgs))
+    plugin.register()
+    assert EngineArgs().create_load_config().load_format == load_format
+    assert len(registering.messages) == lines
+
+
+def test_the_engines_own_error_carries_the_cause(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runner:
+        def load_model(self) -> None: ...
+
+    def init() -> None:
+        raise AttributeError("'NoneType' object has no attribute 'coords'")
+
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    module = SimpleNamespace(TPUModelRunner=Runner)
+    monkeypatch.setitem(plugin.sys.modules, "tpu_inference.runner", SimpleNamespace(tpu_runner=module))
+    with pytest.raises(AttributeError) as caught:
+        plugin._bind_before_compiling(init, None)
+    [note] = caught.value.__notes__
+    assert note.startswith("mtx2vllm: no TPU was found on this machine")
