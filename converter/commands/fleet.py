@@ -93,19 +93,22 @@ def batch(jobs: str, as_json: bool) -> None:
     "--as",
     "out",
     metavar="ROOT/STEP",
-    help="Hard-link or copy the files there. Default: the manifest goes into HF_DIR.",
+    help="Copy the files there; shards are hard-linked on the same disk. Default: the manifest goes into HF_DIR.",
 )
+@click.option("--copy", is_flag=True, help="With --as: copy the shards, too.")
 @JSON
-def adopt(hf_dir: str, out: str | None, as_json: bool) -> None:
+def adopt(hf_dir: str, out: str | None, copy: bool, as_json: bool) -> None:
     """Write a manifest for a Hugging Face directory that some other trainer wrote, after checking it whole.
 
-    Its users then have hot reload and verification, too. Nothing is moved.
+    Its users then have hot reload and verification, too. Nothing is moved. With --as, HF_DIR's shards may afterwards be
+    removed or replaced by new files (so does safetensors from 0.8 on), but not rewritten in place (older ones do): linked
+    shards share their bytes. --copy is for the latter.
     """
     from mtx2vllm.converter.commands.show import Bar
     from mtx2vllm.converter.version.adopt import adopt as run
 
     with Bar(enabled=sys.stderr.isatty()) as bar:
-        done = run(hf_dir, out, progress=bar.update)
+        done = run(hf_dir, out, copy=copy, progress=bar.update)
         for note in done.notes:
             bar.say(note)
     click.echo(json.dumps(done.to_json()) if as_json else done.sentence())

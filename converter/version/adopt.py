@@ -2,8 +2,10 @@
 
 look (whole? the model that its config says?) -> digest every tensor -> with --as: link or copy into ROOT/STEP -> manifest
 
-Nothing is moved or changed in the directory itself. Files that are linked share their bytes with it: whoever writes into
-one in place (trainers do not: they write new files) damages the version, and verification says so.
+Nothing is moved or changed in the directory itself. Only shards are linked: safetensors from 0.8 on puts a new file in an
+old one's place, which leaves the link as it was. Older ones write into the file and damage the version, as verification
+says; for them shards are copied, too (`copy`). config.json and the other small files are always copied, since
+`save_pretrained` writes them in place.
 """
 
 import contextlib
@@ -34,7 +36,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class Adopted:
-    """What was adopted: `bytes` of weights, `linked` files that share their bytes with the directory."""
+    """What was adopted: `bytes` of weights, `linked` shards that share their bytes with the directory."""
 
     out: str
     family: str
@@ -52,13 +54,25 @@ class Adopted:
 
     def sentence(self) -> str:
         """One line for people."""
-        how = f", {self.linked} files hard-linked, {self.copied} copied" if self.linked or self.copied else ""
+        how = f", {_count(self.copied, 'file')} copied" if self.copied else ""
+        if self.linked:
+            how = f", {_count(self.linked, 'shard')} hard-linked (never write into the source's in place){how}"
         step = "" if self.step is None else f" (step {self.step})"
         return f"{self.out}: adopted {self.tensors} tensors, {self.bytes:,} bytes, {self.family}{step}{how}"
 
 
-def adopt(location: str, out: str | None = None, *, progress: Progress | None = None) -> Adopted:
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def adopt(location: str, out: str | None = None, *, copy: bool = False, progress: Progress | None = None) -> Adopted:
     """Check a Hugging Face directory whole and make a version of it, in its place or (`out`) as ROOT/STEP.
+
+    Args:
+        location: the directory; local or gs://.
+        out: ROOT/STEP; None: the manifest goes into the directory itself.
+        copy: never link, so that the version shares no bytes with the directory.
+        progress: receives bytes read and bytes in all.
 
     Raises:
         InputError: it is not whole, or not a model that we know; OUT is taken. Nothing is left then.
@@ -90,7 +104,7 @@ def adopt(location: str, out: str | None = None, *, progress: Progress | None = 
         _commit(place, made)
         linked = copied = 0
     else:
-        linked, copied = _place(found, made, out)
+        linked, copied = _place(found, made, out, copy)
     size = sum(t.nbytes for t in made.tensors.values())
     notes = found.notes + ((f"left out: {', '.join(found.aside)}",) if found.aside else ())
     seconds = round(time.monotonic() - started, 3)
@@ -159,16 +173,18 @@ def _dtype(tensors: Mapping[str, TensorEntry]) -> str:
     return next(long for long, short in DTYPES.items() if short == most)
 
 
-def _place(found: Found, made: Manifest, out: str) -> tuple[int, int]:
-    """Link or copy every file of the manifest into a version directory, the manifest last; how many of each."""
+def _place(found: Found, made: Manifest, out: str, copy: bool) -> tuple[int, int]:
+    """Link shards (or copy them, where links do not work) and copy every other file of the manifest into a version
+    directory, the manifest last; how many were linked and how many copied."""
     store, linked = store_for(out), 0
     with claims.Claim(out) as claim:
         if store.stat(join(out, manifests.NAME)):
             raise InputError(f"{out} has a manifest already: another writer was first; give another step")
         claims.refuse_foreign(store, out, ())
         claim.announce(tuple(made.files))
-        for name in made.files:
-            linked += _link(join(found.location, name), join(out, name)) or _copy(found, name, out)
+        for name, file in made.files.items():
+            source, target = join(found.location, name), join(out, name)
+            linked += (file.shard and not copy and _link(source, target)) or _copy(found, name, out)
         _unchanged(found)
         _commit(out, made)
     return linked, len(made.files) - linked

@@ -95,14 +95,44 @@ def test_in_its_place(tmp_path: Path) -> None:
     assert (again.exit_code, "has a manifest already" in again.stderr) == (3, True)
 
 
-def test_files_are_linked_where_they_can_be(tmp_path: Path) -> None:
+def test_shards_are_linked_where_they_can_be(tmp_path: Path) -> None:
     home = copy(tmp_path)
     done = adopt(str(home), str(tmp_path / "root/100"))
-    assert (done.linked, done.copied) == (2, 0) and "2 files hard-linked, 0 copied" in done.sentence()
+    assert (done.linked, done.copied) == (1, 1)
+    assert "1 shard hard-linked (never write into the source's in place), 1 file copied" in done.sentence()
     assert (home / "model.safetensors").samefile(tmp_path / "root/100/model.safetensors")
     shutil.rmtree(tmp_path / "root/100")
     adopt(str(home))
     assert verify_version(str(home)).ok
+
+
+def test_a_source_that_is_saved_anew_leaves_the_version_as_it_was(tmp_path: Path) -> None:
+    home, out = copy(tmp_path), tmp_path / "root/100"
+    split(home)
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (home / name).write_text("{}")
+    adopt(str(home), str(out))
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    for path in home.iterdir():
+        if path.suffix == ".safetensors":  # a new file in the old one's place
+            new = path.with_suffix(".new")
+            new.write_bytes(path.read_bytes()[::-1])
+            new.replace(path)
+        else:  # in place
+            path.write_text('{"other": 1}')
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert len(before) == 3 + 1 + 3 + 1  # shards, index, config and two more, manifest
+    assert verify_version(str(out)).ok
+
+
+def test_a_copy_shares_nothing(tmp_path: Path) -> None:
+    home, out = copy(tmp_path), tmp_path / "root/100"
+    answer = CliRunner().invoke(main, ["adopt", str(home), "--as", str(out), "--copy"])
+    assert answer.exit_code == 0, answer.output
+    assert answer.stdout.endswith(", 2 files copied\n")
+    for path in home.iterdir():
+        path.write_bytes(b"rewritten in place")
+    assert verify_version(str(out)).ok
 
 
 def test_files_are_copied_where_they_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
