@@ -7,10 +7,12 @@ engine, with the same arguments, loads that directory, and state, tokens and log
 
 import contextlib
 import math
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mtx2vllm.converter.errors import DifferenceError, InputError, UsageError
 from mtx2vllm.converter.storage import join, store_for
 from mtx2vllm.converter.version.fetch import fetch_version
 from mtx2vllm.converter.version.verify import load_manifest
+from mtx2vllm.reload import accelerator
 from mtx2vllm.reload.apply import LoadFailed, Report
 
 TOKENS = 16  # generated
@@ -140,12 +143,13 @@ def validate(
         against: a Hugging Face directory.
 
     Raises:
-        InputError: it is no version, or does not fit the engine. Mtx2vllmError: the engine does not start.
+        InputError: it is no version, does not fit the engine, or there is no vLLM or no TPU here. Mtx2vllmError: the engine does not start.
         DifferenceError: its bytes are not its manifest's. UsageError: arguments that cannot be meant.
     """
     asked = _asked(prompt, token_ids)
     manifest, _ = load_manifest(version)
     _check_against(against)
+    _check_tpu()
     from mtx2vllm.reload.engines import trial
 
     with _config_of(version) as model, trial.stdout_to_stderr():
@@ -198,6 +202,16 @@ def _check_against(against: str | None) -> None:
     if not any(Path(against).glob("*.safetensors")) and not any(Path(against).glob("*.bin")):
         raise InputError(
             f"--against {against} holds no Hugging Face weights (a canonical version has none); name the model's own directory"
+        )
+
+
+def _check_tpu() -> None:
+    """An engine needs a minute to fail without one. Where vLLM is missing too, that is the first thing to say."""
+    why = accelerator.missing(os.environ)
+    if why is not None and find_spec("vllm") is not None:
+        raise InputError(
+            f"no TPU was found on this machine ({why}), and validate starts an engine: run it where the sampler runs "
+            "(JAX_PLATFORMS=cpu is taken as meant, and goes on without one)"
         )
 
 

@@ -10,6 +10,8 @@ from data_files import DATA
 
 from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError, NotCommitted, UsageError
+from mtx2vllm.reload import accelerator
+from mtx2vllm.reload import validate as module
 from mtx2vllm.reload.engines import trial
 from mtx2vllm.reload.validate import Comparison, Validation, _compare, validate
 
@@ -23,11 +25,30 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "find_spec", lambda _: None)
+    for place in (trial, module):
+        monkeypatch.setattr(place, "find_spec", lambda _: None)
 
 
 def test_without_vllm(version: Path) -> None:
     with pytest.raises(InputError, match="vLLM is not installed here"):
+        validate(str(version))
+
+
+def test_without_a_tpu_no_engine_is_started(version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*args: Any, **options: Any) -> None:
+        raise AssertionError("an engine was to start")
+
+    monkeypatch.setattr(module, "find_spec", lambda _: True)
+    monkeypatch.setattr(trial, "start", start)
+    monkeypatch.setattr(accelerator, "devices", list)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    with pytest.raises(
+        InputError, match=r"no TPU was found .*/dev/vfio/\* is there\), and validate starts an engine"
+    ) as found:
+        validate(str(version))
+    assert found.value.exit_status == 3
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(AssertionError, match="an engine was to start"):
         validate(str(version))
 
 
