@@ -76,8 +76,12 @@ def versions_text(fleet: Fleet) -> str:
 def _state(row: VersionRow) -> str:
     if row.foreign and not row.complete:
         return "not a version (foreign files)"
-    whole = "complete" if row.complete else "being written" if row.writing else "incomplete"
-    words = [whole if row.problem is None else "unreadable", "newest" * row.newest, "pinned" * row.pinned]
+    lacks = "unreadable" if row.problem is not None and row.bytes is None else "incomplete"
+    words = [
+        "complete" if row.complete else "being written" if row.writing else lacks,
+        "newest" * row.newest,
+        "pinned" * row.pinned,
+    ]
     return ", ".join(word for word in words if word)
 
 

@@ -24,6 +24,7 @@ from mtx2vllm.schemas import manifest
 # as anything in it is younger than this.
 QUIET_S = 3600.0
 
+_UNREADABLE = "not counted: its manifest cannot be read, so that nobody knows which files are its own"
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _BESIDE = frozenset((CONFIG, *SIDE_FILES))
 
@@ -47,7 +48,7 @@ def published(store: Store, directory: str) -> Contents:
     try:
         found, _ = load_manifest(directory, store)
     except InputError:
-        return Contents((), (), "its manifest cannot be read, so that nobody knows which files are its own")
+        return Contents((), (), _UNREADABLE)
     contents = _split(store, directory, found.files)
     if found.source.kind == "hf" and _same(store, found.source.uri, directory):
         return Contents((), contents.foreign, "adopted in its place: another program wrote its files")

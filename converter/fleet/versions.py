@@ -1,9 +1,11 @@
 """The versions of a root as a fleet sees them: which there are, who serves what, what may go.
 
 Retention never removes a version that is newest, pinned, leased by a live replica, or being written, and no file that
-mtx2vllm did not write. A lease whose heartbeat is older than its `ttl_s` protects nothing.
+mtx2vllm did not write. A lease whose heartbeat is older than its `ttl_s` protects nothing. Only whole versions count (see
+committed.py): one that nobody could load is neither newest, nor one of those to keep, nor can it be pinned.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,18 +13,19 @@ from typing import Any
 
 from mtx2vllm.converter.errors import InputError, LostRace, UsageError
 from mtx2vllm.converter.fleet import contents, root
+from mtx2vllm.converter.fleet.committed import Committed, look
 from mtx2vllm.converter.fleet.contents import Contents
 from mtx2vllm.converter.fleet.places import require_root, require_versions
 from mtx2vllm.converter.storage import Store, join, store_for
-from mtx2vllm.converter.version.verify import load_manifest
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """One version. `bytes` and `age` (seconds since publication) are None where it is not complete; `problem` says
-    why a manifest cannot be read; `foreign` are files of other programs in a directory that is no version."""
+    """One version. `complete`: its manifest and, by a listing, all of its shards are there. `age` is in seconds since
+    the manifest was written, `bytes` by it; None where there is none (that can be read). `problem` says why a version
+    that has a manifest is not complete; `foreign` are files of other programs in a directory that is no version."""
 
     step: int
     complete: bool
@@ -92,22 +95,22 @@ def list_versions(location: str, clock: Clock = time.time) -> Fleet:
     require_root(location)
     store, now = store_for(location), clock()
     steps = root.steps_in(store.listdir(location))
-    stats = {step: store.stat(root.manifest_path(location, step)) for step in steps}
-    complete = [step for step in steps if stats[step] is not None]
+    looks = {step: look(store, location, step) for step in steps}
+    complete = [step for step, found in looks.items() if found is not None and found.whole]
     pin = root.read_pin(location, store)
     agents, follower = root.read_agents(location, now), root.read_follower(location, now)
     serving = _serving(agents)
     rows = []
     for step in steps:
-        stat = stats[step]
-        size, problem = _size(store, location, step) if stat else (None, None)
-        inside = None if stat else contents.unfinished(store, location, step, now)
+        found = looks[step]
+        inside = None if found else contents.unfinished(store, location, step, now)
         rows.append(
             VersionRow(
-                step, stat is not None, size, max(now - stat.modified, 0.0) if stat else None,
+                step, step in complete, found.bytes if found else None, max(now - found.modified, 0.0) if found else None,
                 newest=bool(complete) and step == complete[0], pinned=step == pin,
                 writing=inside is not None and inside.writing,
-                served_by=tuple(serving.get(step, ())), problem=problem, foreign=inside.foreign if inside else (),
+                served_by=tuple(serving.get(step, ())), problem=found.problem if found else None,
+                foreign=inside.foreign if inside else (),
             )
         )  # fmt: skip
     replicas = tuple(_replica(seen, complete, pin) for seen in agents)
@@ -119,15 +122,19 @@ def pin(location: str, step: int) -> None:
     """Make every replica of the root serve `step`, whatever its policy.
 
     Raises:
-        InputError: the root holds no such complete version, or is no root.
+        InputError: the root holds no such version, or not whole; it is no root.
     """
     require_root(location)
     store = store_for(location)
-    if store.stat(root.manifest_path(location, step)) is None:
-        steps = root.steps_in(store.listdir(location))
-        there = [str(s) for s in steps if store.stat(root.manifest_path(location, s)) is not None]
+    found = look(store, location, step)
+    if found is None:
+        looks = ((number, look(store, location, number)) for number in root.steps_in(store.listdir(location)))
+        whole = (str(number) for number, other in looks if other is not None and other.whole)
+        there = list(itertools.islice(whole, 11))
         listed = f"it holds {', '.join(there[:10])}{', ...' if len(there) > 10 else ''}" if there else "it holds none"
         raise InputError(f"{location} holds no complete version {step}; {listed}.")
+    if found.problem is not None:
+        raise InputError(f"version {step} of {location} is not pinned, for no replica could load it: {found.problem}.")
     store.replace(join(location, root.PIN), root.dumps(root.Pin(step=step)))
 
 
@@ -148,7 +155,7 @@ def unpin(location: str) -> int | None:
 
 
 def prune(location: str, keep: int, dry_run: bool = False, clock: Clock = time.time) -> Pruned:
-    """Remove all but the newest `keep` complete versions, and what killed writers have left.
+    """Remove all but the newest `keep` whole versions, and what killed writers have left.
 
     Raises:
         UsageError: `keep` is less than 1.
@@ -164,37 +171,41 @@ def prune(location: str, keep: int, dry_run: bool = False, clock: Clock = time.t
     left: dict[int, tuple[str, ...]] = {}
     freed, complete = 0, 0
     for step in root.steps_in(store.listdir(location)):
-        committed = store.stat(root.manifest_path(location, step)) is not None
-        complete += committed
-        reason = _reason(store, location, step, (complete, keep), clock()) if committed else None
+        found = look(store, location, step)
+        complete += found is not None and found.whole
+        reason = _reason(store, location, step, found, (complete, keep), clock()) if found else None
         if reason is not None:
             kept[step] = reason
             continue
-        inside = _inside(store, location, step, committed, clock())
-        size = (_size(store, location, step)[0] or 0) if committed else 0
+        inside = _inside(store, location, step, found is not None, clock())
         reason = inside.stays or (None if dry_run else _remove(store, location, step, inside))
         if reason is not None:
             kept[step] = reason
             continue
-        freed += size
+        freed += (found.bytes or 0) if found else 0
         removed.append(step)
         if inside.foreign:
             left[step] = inside.foreign
     return Pruned(location, dry_run, tuple(removed), kept, freed, left)
 
 
-def _reason(store: Store, location: str, step: int, rank: tuple[int, int], now: float) -> str | None:
+def _reason(store: Store, location: str, step: int, found: Committed, rank: tuple[int, int], now: float) -> str | None:
     """Why a version stays, None where nothing speaks for it. Pin and leases are read for each version anew: they may
-    have changed while the one before was being deleted."""
+    have changed while the one before was being deleted. What is not whole stays until `keep` newer ones are: it may be
+    being copied, or mended."""
     complete, keep = rank
-    if complete == 1:
+    if complete == 1 and found.whole:
         return "newest"
     if step == root.read_pin(location, store):
         return "pinned"
     serving = _serving(root.read_agents(location, now)).get(step)
     if serving:
         return f"served by {', '.join(serving[:3])}{' and others' if len(serving) > 3 else ''}"
-    return f"one of the newest {keep}" if complete <= keep else None
+    if found.whole:
+        return f"one of the newest {keep}" if complete <= keep else None
+    if found.bytes is None:
+        return None  # nobody knows which of the files are ours: `contents` says so
+    return f"{found.problem}; not counted" if complete < keep else None
 
 
 def _inside(store: Store, location: str, step: int, committed: bool, now: float) -> Contents:
@@ -229,12 +240,3 @@ def _replica(seen: root.Seen[root.Lease], complete: Sequence[int], pinned: int |
         newer = sum(lease.loaded < step <= wanted for step in complete)
         behind = newer if pinned is None else int(lease.loaded != pinned)
     return ReplicaRow(lease.replica, seen.alive, lease.loaded, behind, lag, lease.state, lease.error, seen.age)
-
-
-def _size(store: Store, location: str, step: int) -> tuple[int | None, str | None]:
-    """Bytes of a complete version by its manifest, and what is wrong with that."""
-    try:
-        manifest, _ = load_manifest(join(location, str(step)), store)
-    except InputError as error:
-        return None, str(error)
-    return sum(entry.size for entry in manifest.files.values()), None

@@ -189,7 +189,7 @@ def test_a_pin_that_comes_while_pruning(fleet: Path, monkeypatch: pytest.MonkeyP
 def test_a_manifest_that_cannot_be_read_is_shown(fleet: Path) -> None:
     (fleet / "9" / "mtx2vllm.json").write_text("{}")
     row = next(row for row in list_versions(str(fleet)).versions if row.step == 9)
-    assert row.complete and row.bytes is None and row.problem is not None and "not a valid manifest" in row.problem
+    assert not row.complete and row.bytes is None and row.problem is not None and "not a valid manifest" in row.problem
 
 
 def aged(directory: Path, seconds: float = QUIET_S + 60) -> dict[str, bytes]:
