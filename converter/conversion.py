@@ -1,5 +1,6 @@
 """Checkpoint to version, the whole job: decide, run, and publish by writing the manifest last."""
 
+import os
 import resource
 import sys
 import time
@@ -10,7 +11,8 @@ from typing import Any
 
 from mtx2vllm.converter.errors import DifferenceError, InputError
 from mtx2vllm.converter.fleet.root import step_of
-from mtx2vllm.converter.job import Job, Options, plan, prepare
+from mtx2vllm.converter.job import Job, plan, prepare
+from mtx2vllm.converter.options import Location, Options, options_of
 from mtx2vllm.converter.storage import basename, normal, parent, store_for
 from mtx2vllm.converter.version.publish import Publisher
 from mtx2vllm.converter.version.record import Previous
@@ -40,23 +42,24 @@ class Converted:
 
 
 def convert(
-    checkpoint: str, out: str, *, say: Say = lambda _: None, progress: Callable[[int, int], None] | None = None,
+    checkpoint: Location, out: Location, *, say: Say = lambda _: None, progress: Callable[[int, int], None] | None = None,
     **chosen: Any,
 ) -> Converted:  # fmt: skip
     """Convert a MaxText checkpoint into a version directory.
 
     Args:
-        checkpoint: a run, a `checkpoints/` directory, a step, or its `items/`; local or gs://.
-        out: the version directory; local or gs://.
+        checkpoint: a run, a `checkpoints/` directory, a step, or its `items/`; a local path (string or `pathlib.Path`)
+            or gs://.
+        out: the version directory; the same.
         say: receives notes, one line each.
         progress: receives bytes written and bytes in all.
-        chosen: the fields of `Options`.
+        chosen: the fields of `Options`, such as `hf_config="Qwen/Qwen3-8B", layout="hf", memory_budget="1GiB"`.
 
     Raises:
         InputError, UsageError, DifferenceError, Mtx2vllmError: see `converter/errors.py`. Nothing is published then, and
             nothing that existed before is lost.
     """
-    options = Options(**chosen)
+    checkpoint, out, options = os.fspath(checkpoint), os.fspath(out), options_of(chosen)
     started = time.monotonic()
     job = prepare(checkpoint, options)
     for note in job.notes:

@@ -1,5 +1,6 @@
 """Decide a conversion from metadata alone: what is read, what is written, under which names. No weight is touched."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version as package_version
@@ -12,6 +13,7 @@ from mtx2vllm.converter.errors import InputError, UsageError
 from mtx2vllm.converter.execute.schedule import Schedule, needs_of
 from mtx2vllm.converter.expect import is_scanned, predict, units
 from mtx2vllm.converter.infer import infer
+from mtx2vllm.converter.options import Location, Options, refuse_misuse
 from mtx2vllm.converter.plans import Plan
 from mtx2vllm.converter.shards import ShardFile, layout
 from mtx2vllm.converter.source import Checkpoint, open_checkpoint
@@ -22,27 +24,6 @@ from mtx2vllm.schemas.rules import Model, Schema
 
 _CANONICAL_WRAPPER = ("language_model.model.", "language_model.")  # vLLM's names in every multimodal class
 CANONICAL_DIR = "canonical"  # below OUT, so that a stock loader finds no weights and fails loudly
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user chooses. Sizes in bytes."""
-
-    hf_config: str | None = None
-    base: str | None = None
-    layout: str = "canonical"
-    step: int | None = None
-    dtype: str = "bfloat16"
-    rope: str | None = None
-    text_only: bool = False
-    allow_uncommitted: bool = False
-    max_shard_size: int = 4 << 30
-    memory_budget: int = 1 << 30
-    workers: int | None = None
-    executor: str = "local"
-    ray_address: str | None = None
-    overwrite: bool = False
-    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,13 +56,13 @@ class Job:
 
 
 def plan(
-    hf_config: str | Mapping[str, Any], *, layout: str = "canonical", scanned: bool = True, dtype: str = "bfloat16",
+    hf_config: Location | Mapping[str, Any], *, layout: str = "canonical", scanned: bool = True, dtype: str = "bfloat16",
     rope: str | None = None,
 ) -> Plan:  # fmt: skip
     """What a config will become: no checkpoint needed.
 
     Args:
-        hf_config: a path, a Hub id, or config.json's content.
+        hf_config: a path (string or `pathlib.Path`), a Hub id, or config.json's content.
         layout: `canonical` or `hf`.
         scanned: plan for a checkpoint that stacks its layers.
         dtype: of the weights written.
@@ -90,8 +71,8 @@ def plan(
     Raises:
         InputError: the config is missing, unknown or incomplete.
     """
-    _refuse_misuse(Options(layout=layout, dtype=dtype, rope=rope))
-    config, where = (hf_config, "the config") if not isinstance(hf_config, str) else _given(hf_config)
+    refuse_misuse(Options(layout=layout, dtype=dtype, rope=rope))
+    config, where = (hf_config, "the config") if isinstance(hf_config, Mapping) else _given(os.fspath(hf_config))
     schema, model = _described(config, rope, where)
     leaves = predict(units(schema, model, scanned))
     return compile_plan(
@@ -107,7 +88,7 @@ def prepare(checkpoint: str, options: Options) -> Job:
         InputError: anything about the checkpoint, the config, or how they fit; all problems at once.
         UsageError: options that contradict each other.
     """
-    _refuse_misuse(options)
+    refuse_misuse(options)
     opened = open_checkpoint(checkpoint, options.step, options.allow_uncommitted)
     if opened.custom.get("lora"):
         raise InputError(
@@ -143,35 +124,6 @@ def prepare(checkpoint: str, options: Options) -> Job:
     shards, copy_shards = _shards(made, copies, options)
     side = hf_files.side_files(source)
     return Job(opened, made, shards, written, side, tuple(notes), copies, copy_shards, options)
-
-
-_CHOICES = {
-    "layout": ("canonical", "hf"),
-    "dtype": ("bfloat16", "float32", "source"),
-    "rope": (None, "interleaved", "half"),
-    "executor": ("local", "ray"),
-}
-_COUNTS = {"step": 0, "max_shard_size": 1, "memory_budget": 1, "workers": 1}  # and the least that each may be
-
-
-def _refuse_misuse(options: Options) -> None:
-    problems = [
-        f"{key} {value!r} is none of {', '.join(str(c) for c in choices if c)}"
-        for key, choices in _CHOICES.items()
-        if (value := getattr(options, key)) not in choices
-    ]
-    for key, least in _COUNTS.items():
-        value = getattr(options, key)
-        if value is not None and (type(value) is not int or value < least):
-            problems.append(f"{key} {value!r} is no whole number of at least {least}")
-    if options.base and options.layout != "hf":
-        problems.append("--base belongs to --layout hf: a canonical version holds the text model only")
-    if options.text_only and options.base:
-        problems.append("--base wants the vision tower kept and --text-only wants it left out; choose one")
-    if options.ray_address and options.executor != "ray":
-        problems.append("--ray-address belongs to --executor ray")
-    if problems:
-        raise UsageError("\n".join(problems))
 
 
 def _given(hf_config: str) -> tuple[Mapping[str, Any], str]:
@@ -247,3 +199,6 @@ def _shards(made: Plan, copies: bases.Copies, options: Options) -> tuple[tuple[S
     if not copies.tensors:
         return tuple(found), ()
     return bases.joined(found, layout(copies.tensors, options.max_shard_size, metadata))
+
+
+__all__ = ["CANONICAL_DIR", "Job", "Options", "plan", "prepare"]

@@ -22,6 +22,7 @@ from typing import Any
 from mtx2vllm.converter.errors import InputError, LostRace
 from mtx2vllm.converter.fleet import root as roots
 from mtx2vllm.converter.hf_files import local_path
+from mtx2vllm.converter.options import Location
 from mtx2vllm.converter.shards import DTYPES
 from mtx2vllm.converter.storage import basename, join, store_for
 from mtx2vllm.converter.version import claim as claims
@@ -65,11 +66,13 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def adopt(location: str, out: str | None = None, *, copy: bool = False, progress: Progress | None = None) -> Adopted:
+def adopt(
+    location: Location, out: Location | None = None, *, copy: bool = False, progress: Progress | None = None
+) -> Adopted:
     """Check a Hugging Face directory whole and make a version of it, in its place or (`out`) as ROOT/STEP.
 
     Args:
-        location: the directory; local or gs://.
+        location: the directory; a local path (string or `pathlib.Path`) or gs://.
         out: ROOT/STEP; None: the manifest goes into the directory itself.
         copy: never link, so that the version shares no bytes with the directory.
         progress: receives bytes read and bytes in all.
@@ -79,6 +82,7 @@ def adopt(location: str, out: str | None = None, *, copy: bool = False, progress
         LostRace: it was changed meanwhile, or another writer was first.
     """
     started = time.monotonic()
+    location, out = os.fspath(location), out if out is None else os.fspath(out)
     place = out or location
     step = roots.step_of(basename(place))
     if out is not None and step is None:
