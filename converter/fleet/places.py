@@ -45,12 +45,22 @@ def require_versions(location: str) -> None:
     if any(store.stat(roots.manifest_path(location, step)) for step in steps):
         return
     if is_trainers(location):
-        raise InputError(
-            f"{location} is a trainer's checkpoint directory, not a root of versions; nothing was removed. Give the "
-            "directory that `mtx2vllm follow` or `convert` writes into"
-        )
+        raise InputError(_trainers(location, "; nothing was removed"))
     if any(not entry.name.startswith(".") for entry in entries):
         raise InputError(f"{location} holds no committed version, so that it hardly is a root; nothing was removed")
+
+
+def refuse_trainers(location: str) -> None:
+    """Raises InputError where a location is a trainer's directory."""
+    if is_trainers(location):
+        raise InputError(_trainers(location))
+
+
+def _trainers(location: str, done: str = "") -> str:
+    return (
+        f"{location} is a trainer's checkpoint directory, not a root of versions{done}. Give the directory that "
+        "`mtx2vllm follow` or `convert` writes into"
+    )
 
 
 def is_trainers(location: str) -> bool:

@@ -15,7 +15,7 @@ from mtx2vllm.converter.errors import InputError, LostRace, UsageError
 from mtx2vllm.converter.fleet import contents, root
 from mtx2vllm.converter.fleet.committed import Committed, look
 from mtx2vllm.converter.fleet.contents import Contents
-from mtx2vllm.converter.fleet.places import require_root, require_versions
+from mtx2vllm.converter.fleet.places import refuse_trainers, require_root, require_versions
 from mtx2vllm.converter.storage import Store, join, store_for
 
 Clock = Callable[[], float]
@@ -90,13 +90,15 @@ def list_versions(location: str, clock: Clock = time.time) -> Fleet:
     """Every version of a root, newest first, and every replica.
 
     Raises:
-        InputError: the pin cannot be read, or the root cannot; it is no root.
+        InputError: the pin cannot be read, or the root cannot; it is no root, but a trainer's directory.
     """
     require_root(location)
     store, now = store_for(location), clock()
     steps = root.steps_in(store.listdir(location))
     looks = {step: look(store, location, step) for step in steps}
     complete = [step for step, found in looks.items() if found is not None and found.whole]
+    if not any(looks.values()):
+        refuse_trainers(location)
     pin = root.read_pin(location, store)
     agents, follower = root.read_agents(location, now), root.read_follower(location, now)
     serving = _serving(agents)

@@ -115,6 +115,16 @@ def test_what_is_no_root(root: Path, words: tuple[object, ...]) -> None:
         assert result.exit_code == 3 and str(place) in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("words", [("versions",), ("versions", "--json"), ("prune", "--keep", 1)])
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_a_trainer_s_directory_is_no_root(tmp_path: Path, words: tuple[object, ...], below: str) -> None:
+    Run(tmp_path).write(3)
+    result = run(*words, tmp_path / below)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert f"{tmp_path / below} is a trainer's checkpoint directory, not a root of versions" in result.stderr
+    assert ("nothing was removed" in result.stderr) == (words[0] == "prune")
+
+
 def test_an_empty_root(tmp_path: Path) -> None:
     assert "holds no versions" in run("versions", tmp_path).stdout
 
