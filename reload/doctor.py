@@ -199,7 +199,8 @@ def _tenths(seconds: float) -> float:
 
 def _events(root: str) -> Finding:
     from watchdog.events import FileSystemEvent, FileSystemEventHandler
-    from watchdog.observers import Observer
+
+    from mtx2vllm.reload.watch import inotify_observer
 
     seen = threading.Event()
 
@@ -210,7 +211,7 @@ def _events(root: str) -> Finding:
             if LEFTOVER in str(event.src_path):
                 seen.set()
 
-    observer = Observer()
+    observer = inotify_observer()
     try:
         observer.schedule(Handler(), root, recursive=False)
         observer.start()

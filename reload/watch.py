@@ -121,10 +121,19 @@ class _Wake(FileSystemEventHandler):
             self._wake()
 
 
-def inotify_observer() -> Signals:
-    """watchdog's observer for this machine's local disks."""
+def _no_stopping(record: logging.LogRecord) -> bool:
+    return not record.getMessage().endswith("called when the thread is inactive")
+
+
+def inotify_observer() -> BaseObserver:
+    """watchdog's observer for this machine's local disks.
+
+    It stops its emitters while they may be handing on an event, and calls that an error: nothing is lost, for nobody
+    listens any more, and no order of stopping avoids it.
+    """
     from watchdog.observers import Observer  # chosen for the platform when imported
 
+    logging.getLogger("watchdog.observers.inotify").addFilter(_no_stopping)
     observer = Observer(timeout=1.0)
     observer.daemon = True
     return observer

@@ -15,7 +15,7 @@ from watchdog.observers.api import EventQueue, ObservedWatch
 
 from mtx2vllm.converter.storage import store_for
 from mtx2vllm.reload import watch
-from mtx2vllm.reload.watch import ListingEmitter, RootSnapshot, Watcher, is_silent
+from mtx2vllm.reload.watch import ListingEmitter, RootSnapshot, Watcher, inotify_observer, is_silent
 
 A, B = arrays(1), arrays(2)
 NEVER = 3600.0  # a poll that cannot be what found it
@@ -66,6 +66,16 @@ def test_events_wake_within_the_root_and_within_versions_being_written(tmp_path:
     (tmp_path / "5" / "model.safetensors").write_bytes(b"x")
     (tmp_path / "5" / "mtx2vllm.json").write_text("{}")
     until(lambda: wakes.count > before)
+
+
+def test_an_emitter_that_is_stopped_while_it_works_says_nothing(tmp_path: Path, caplog) -> None:
+    from watchdog.observers.inotify import InotifyEmitter
+
+    assert inotify_observer().emitters == set()
+    stopped = InotifyEmitter(EventQueue(), ObservedWatch(str(tmp_path), recursive=False))
+    stopped.queue_events(1.0)  # what its thread does when it is stopped between its question and this call
+    logging.getLogger("watchdog.observers.inotify").error("anything else")
+    assert caplog.messages == ["anything else"]
 
 
 def test_our_own_reading_and_leases_do_not_wake(tmp_path: Path, watching) -> None:
