@@ -90,8 +90,11 @@ def _say_without_tpu_for_our_format() -> None:
 
 
 def _speak() -> None:
-    """vLLM sets up its own logger and no other: without this, what the agent says of each reload would be lost."""
+    """vLLM sets up its own logger and no other: without this, what the agent says of each reload would be lost. It does
+    so in some processes after the plugins are registered; until then there is nothing to go by."""
     ours, theirs = logging.getLogger("mtx2vllm"), logging.getLogger("vllm")
+    if not theirs.handlers:
+        return
     if ours.level == logging.NOTSET:
         ours.setLevel(theirs.getEffectiveLevel())
     if not ours.hasHandlers():
@@ -127,6 +130,7 @@ def _start_agent(core: Any, settings: Settings) -> Any:
     from mtx2vllm.reload.agent import ReloadAgent
     from mtx2vllm.reload.engines.tpu_inference import TpuInference
 
+    _speak()
     config = core.vllm_config
     parallel = config.parallel_config
     ranks = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)

@@ -147,3 +147,18 @@ def test_the_engines_own_error_carries_the_cause(devices: list[str], monkeypatch
         plugin._bind_before_compiling(init, None)
     [note] = caught.value.__notes__
     assert note.startswith("mtx2vllm: no TPU was found on this machine")
+
+
+def test_a_logger_that_vllm_sets_up_later_is_not_taken_for_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = logging.getLogger("mtx2vllm"), logging.getLogger("vllm")
+    for logger in (ours, theirs):
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "propagate", False)
+    plugin._speak()
+    assert ours.level == logging.NOTSET
+    theirs.handlers = [logging.NullHandler()]
+    theirs.level = logging.INFO
+    plugin._speak()
+    assert ours.level == logging.INFO and ours.handlers == theirs.handlers
+    ours.manager._clear_cache()  # type: ignore[attr-defined]
