@@ -67,6 +67,16 @@ def convert(
     return carry_out(job, checkpoint, out, say=say, progress=progress, started=started)
 
 
+def refuse_out(job: Job, out: str) -> None:
+    """Refuse a place that a run would refuse, before anything is written.
+
+    Raises:
+        InputError: it holds a finished version or foreign files, is being written or served, or is the trainer's.
+    """
+    _refuse_inside(job.checkpoint.items, out)
+    Publisher(out, overwrite=job.options.overwrite).check()
+
+
 def carry_out(
     job: Job, checkpoint: str, out: str, *, say: Say, progress: Callable[[int, int], None] | None, started: float,
     previous: Previous | None = None,
@@ -120,4 +130,4 @@ def peak_rss() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-__all__ = ["Converted", "Options", "carry_out", "convert", "plan", "prepare"]
+__all__ = ["Converted", "Options", "carry_out", "convert", "plan", "prepare", "refuse_out"]

@@ -70,7 +70,11 @@ def conversion_options(command: Any) -> Any:
 @conversion_options
 @click.option("--step", type=click.IntRange(0), help="Default: the newest committed one.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished version.")
-@click.option("--dry-run", is_flag=True, help="Print the plan from metadata alone; read and write no weights.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the plan from metadata alone, or what a run would refuse; read and write no weights.",
+)
 @JSON
 def convert(ckpt: str, out: str, dry_run: bool, as_json: bool, **chosen: Any) -> None:
     """Convert the MaxText checkpoint CKPT into the version directory OUT.
@@ -85,8 +89,10 @@ def convert(ckpt: str, out: str, dry_run: bool, as_json: bool, **chosen: Any) ->
 
     if dry_run:
         from mtx2vllm.converter.commands.show import job_json, job_text
+        from mtx2vllm.converter.conversion import refuse_out
 
         job = prepare(ckpt, Options(**chosen))
+        refuse_out(job, out)
         click.echo(json.dumps(job_json(job, out)) if as_json else job_text(job, out))
         return
     from mtx2vllm.converter.commands.show import Bar, converted_text

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
-from mtx2vllm.converter.storage import LEFTOVER, Store, join, store_for
+from mtx2vllm.converter.storage import LEFTOVER, Stat, Store, join, store_for
 from mtx2vllm.converter.version import process
 from mtx2vllm.schemas import manifest
 
@@ -154,18 +154,39 @@ def _take(store: Store, out: str, data: bytes, now: float) -> int:
     stat, record = store.stat(path), read(store, out)
     if stat is None:
         raise LostRace(f"{out} was released by another writer just now; run again")
-    alive = now - stat.modified <= TTL_S if record is None else is_live(record, stat.modified, now)
-    if alive:
-        raise LostRace(
-            f"{out} is being written{_whose(store, out)}; wait for it, or give another OUT. If that run is dead, its claim "
-            f"expires {TTL_S:.0f} s after its last heartbeat"
-        )
+    _refuse_live(store, out, record, stat, now)
     try:
         taken = store.replace(path, data, stat.generation)
     except LostRace:
         raise LostRace(f"{out} was taken over from a dead run by another writer just now{_whose(store, out)}") from None
     remove(store, out, record.files if record else ())
     return taken.generation
+
+
+def _refuse_live(store: Store, out: str, record: Record | None, stat: Stat, now: float) -> None:
+    alive = now - stat.modified <= TTL_S if record is None else is_live(record, stat.modified, now)
+    if alive:
+        raise LostRace(
+            f"{out} is being written{_whose(store, out)}; wait for it, or give another OUT. If that run is dead, its claim "
+            f"expires {TTL_S:.0f} s after its last heartbeat"
+        )
+
+
+def refuse_taken(store: Store, out: str, now: float) -> tuple[str, ...]:
+    """Refuse a place that nobody could claim now: a file, or another writer's. Nothing is touched.
+
+    Returns:
+        The files that a killed run has announced there, which whoever takes the place removes.
+
+    Raises:
+        InputError: a file is where a directory is meant.
+        LostRace: a live writer's claim.
+    """
+    _refuse_file(store, out)
+    stat, record = store.stat(join(out, NAME)), read(store, out)
+    if stat is not None:
+        _refuse_live(store, out, record, stat, now)
+    return record.files if record else ()
 
 
 def _refuse_file(store: Store, out: str) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,17 @@ class Publisher:
         # Generation of a manifest that will be replaced, and what it says.
         self._old: tuple[int, Manifest] | None = None
         self._shards: list[_Deferred] = []
+
+    def check(self) -> None:
+        """Refuse what entering would refuse, and touch nothing.
+
+        Raises:
+            InputError: a finished version, foreign files, a file where a directory is meant.
+            LostRace: a live writer's claim.
+        """
+        if not self.overwrite:
+            self._refuse_committed()
+        self._look(claims.refuse_taken(self.store, self.out, time.time()))
 
     def __enter__(self) -> "Publisher":
         if not self.overwrite:
@@ -139,12 +150,13 @@ class Publisher:
                 f"{self.out} is a finished version already ({_who(self.out)}); pass --overwrite to replace it"
             )
 
-    def _look(self) -> None:
-        """What is there: nothing, an old version of ours, or foreign files, which stop us."""
+    def _look(self, rest: Sequence[str] = ()) -> None:
+        """What is there: nothing (or the `rest` of a killed run), an old version of ours, or foreign files, which stop
+        us."""
         path = join(self.out, manifests.NAME)
         stat = self.store.stat(path)
         if stat is None:
-            claims.refuse_foreign(self.store, self.out, ())
+            claims.refuse_foreign(self.store, self.out, rest)
             return
         if not self.overwrite:
             self._refuse_committed()
