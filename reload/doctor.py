@@ -6,21 +6,17 @@ Nothing heavy is imported: vLLM is looked at from outside, its version and wheth
 import contextlib
 import os
 import platform
-import secrets
-import threading
-import time
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtx2vllm.converter.errors import InputError, LostRace
-from mtx2vllm.converter.fleet import root as roots
-from mtx2vllm.converter.storage import LEFTOVER, Store, join, store_for
 from mtx2vllm.reload import accelerator
-from mtx2vllm.reload.settings import PREFIX, read_environment
+from mtx2vllm.reload.doctor_root import Finding, examine_root
+from mtx2vllm.reload.settings import PREFIX, environment_problems, read_environment
 
 _PACKAGES = (
     "mtx2vllm",
@@ -34,17 +30,6 @@ _PACKAGES = (
     "ray",
 )
 _NATIVE = "tpu_inference.models.vllm.vllm_model_wrapper"
-_EVENT_WAIT_S = 2.0
-_SKEW_S = 5.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: `level` is ok, note or problem."""
-
-    level: str
-    topic: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,7 @@ def examine(root: str | None, environ: Mapping[str, str] | None = None) -> Exami
     found = [*_versions(), *_engine(environ), *_settings(environ)]
     root = root or environ.get(PREFIX + "WATCH") or None
     if root:
-        found += _root(root)
+        found += examine_root(root)
     return Examination(found)
 
 
@@ -89,7 +74,9 @@ def _versions() -> list[Finding]:
 def _engine(environ: Mapping[str, str]) -> list[Finding]:
     found = []
     plugins = [e.value for e in metadata.entry_points(group="vllm.general_plugins") if e.name == "mtx2vllm"]
-    if plugins:
+    if find_spec("vllm") is None:
+        found.append(Finding("note", "plugin", "vLLM is not installed here, so nothing loads the plugin"))
+    elif plugins:
         found.append(Finding("ok", "plugin", f"vLLM will load {plugins[0]}"))
     else:
         found.append(
@@ -140,131 +127,33 @@ def _native() -> bool | None:
 
 
 def _settings(environ: Mapping[str, str]) -> list[Finding]:
-    try:
-        settings = read_environment(environ)
-    except InputError as error:
-        return [Finding("problem", "environment", problem) for problem in error.problems]
+    if problems := environment_problems(environ):
+        return [Finding("problem", "environment", problem) for problem in problems]
+    settings = read_environment(environ)
     if settings is None:
         return [Finding("note", "environment", f"{PREFIX}WATCH is not set: a sampler started here follows nothing")]
-    shown = ", ".join(f"{name}={value}" for name, value in settings.model_dump().items() if value is not None)
-    return [Finding("ok", "environment", shown)]
+    shown = ", ".join(f"{PREFIX}{name}={value}" for name, value in settings.shown().items())
+    found = [Finding("ok", "environment", shown)]
+    return found if settings.cache_dir is None else [*found, _cache(settings.cache_dir)]
 
 
-def _root(root: str) -> list[Finding]:
-    store = store_for(root)
+def _cache(directory: str) -> Finding:
+    """Make it as the agent will, write into it, and leave nothing."""
+    path = Path(directory).absolute()
+    made = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]  # innermost first
     try:
-        entries = store.listdir(root)
-    except (InputError, OSError) as error:
-        return [Finding("problem", "root", f"{root} cannot be read: {error}")]
-    local = store.local(root)
-    if local is not None and not Path(local).is_dir():
-        return [Finding("note", "root", f"{root} does not exist yet; agents wait for it, follow creates it")]
-    committed = [s for s in roots.steps_in(entries) if store.stat(roots.manifest_path(root, s))]
-    newest = f"{len(committed)} versions, newest {committed[0]}" if committed else "no committed version yet"
-    found = [Finding("ok" if entries else "note", "root", f"{root} can be read: {newest}")]
-    found += _writing(store, root)
-    if store.local(root) is not None:
-        found.append(_events(root))
-    else:
-        found.append(Finding("ok", "events", "an object store raises none; it is listed at every poll"))
-    return found + _fleet(root)
-
-
-def _writing(store: Store, root: str) -> list[Finding]:
-    """Write a small file, compare the store's clock with ours, take it away."""
-    probe = join(root, f"{LEFTOVER}doctor-{secrets.token_hex(4)}")
-    try:
-        before = time.time()
-        stat = store.create(probe, b"{}")
-        after = time.time()
-        store.delete(probe)
-    except (InputError, OSError) as error:
-        return [
-            Finding(
-                "note",
-                "writing",
-                f"{root} cannot be written ({error}): agents work, but their leases protect nothing from prune",
-            )
-        ]
-    skew = stat.modified - (before + after) / 2
-    text = f"the store's clock differs from this machine's by {_tenths(skew):+.1f} s"
-    level = "ok" if abs(skew) < _SKEW_S + (after - before) else "problem"
-    hint = "" if level == "ok" else "; leases are told alive or dead by it: set the clocks (NTP)"
-    return [Finding("ok", "writing", f"{root} can be written"), Finding(level, "clock", text + hint)]
-
-
-def _tenths(seconds: float) -> float:
-    return round(seconds, 1) + 0.0  # no -0.0
-
-
-def _events(root: str) -> Finding:
-    from watchdog.events import FileSystemEvent, FileSystemEventHandler
-
-    from mtx2vllm.reload.watch import inotify_observer
-
-    seen = threading.Event()
-
-    class Handler(FileSystemEventHandler):
-        """Any event will do."""
-
-        def on_any_event(self, event: FileSystemEvent) -> None:
-            if LEFTOVER in str(event.src_path):
-                seen.set()
-
-    observer = inotify_observer()
-    try:
-        observer.schedule(Handler(), root, recursive=False)
-        observer.start()
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"0")
     except OSError as error:
         return Finding(
-            "note",
-            "events",
-            f"inotify refused ({error.strerror}); {root} will be polled. Raise fs.inotify limits to change that",
+            "problem",
+            "cache",
+            f"{PREFIX}CACHE_DIR = {directory} cannot be made or written ({error.strerror}): name a directory on a disk of "
+            "this machine, or unset it to stage in memory",
         )
-    try:
-        _poke(root)
-        raised = seen.wait(_EVENT_WAIT_S)
     finally:
-        observer.stop()
-        observer.join()
-    if raised:
-        return Finding("ok", "events", f"{root} raises events for changes made on this machine")
-    return Finding(
-        "note", "events", f"{root} raised no event (a network or FUSE mount, or read-only); it is polled instead"
-    )
-
-
-def _poke(root: str, store: Callable[[str], Store] = store_for) -> None:
-    with contextlib.suppress(OSError, InputError, LostRace):
-        path = join(root, f"{LEFTOVER}doctor-{secrets.token_hex(4)}")
-        store(root).create(path, b"{}")
-        store(root).delete(path)
-
-
-def _replica(seen: roots.Seen[roots.Lease]) -> Finding:
-    lease, expired = seen.lease, "" if seen.alive else " (expired)"
-    text = f"{lease.replica} serves {lease.loaded}, {lease.state}, seen {seen.age:.0f} s ago{expired}"
-    level = "ok" if seen.alive and not lease.error else "note"
-    return Finding(level, "replica", text + (f": {lease.error}" if lease.error else ""))
-
-
-def _fleet(root: str) -> list[Finding]:
-    now = time.time()
-    found = []
-    follower = roots.read_follower(root, now)
-    if follower is None:
-        found.append(Finding("note", "follower", "none has written here"))
-    else:
-        lease = follower.lease
-        text = f"{lease.holder} lives" if follower.alive else f"{lease.holder} is dead for {follower.age:.0f} s"
-        if lease.ttl_s <= 0:  # given back
-            text = "none is running (the last one stopped cleanly)"
-        alive = follower.alive and lease.ttl_s > 0
-        found.append(Finding("ok" if alive else "note", "follower", text))
-    found += [_replica(seen) for seen in roots.read_agents(root, now)]
-    pin = roots.read_pin(root)
-    return (
-        found
-        if pin is None
-        else [*found, Finding("note", "pin", f"the whole fleet is held at step {pin}; mtx2vllm unpin {root}")]
-    )
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    return Finding("ok", "cache", f"{directory} can be written")

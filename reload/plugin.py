@@ -16,7 +16,7 @@ from typing import Any
 
 from mtx2vllm.reload import accelerator
 from mtx2vllm.reload.engines import loader
-from mtx2vllm.reload.settings import Settings, read_environment
+from mtx2vllm.reload.settings import Settings, environment_problems, read_environment
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ def register() -> None:
             _follow(settings)
             _say_without_tpu()
         else:
+            _say_unread()
             _say_without_tpu_for_our_format()
         _registered.append(True)
 
@@ -52,6 +53,12 @@ def _follow(settings: Settings) -> None:
         _wrap(kind, "run_busy_loop", functools.partial(_loop_with_agent, settings=settings))
     _wrap(core_client.InprocClient, "__init__", functools.partial(_client_with_agent, settings=settings))
     _wrap(uniproc_executor.UniProcExecutor, "_init_executor", _bind_before_compiling)
+
+
+def _say_unread() -> None:
+    """Nothing follows, and nothing is stopped; but who set or misspelt a variable of ours meant something by it."""
+    for problem in environment_problems(os.environ) if multiprocessing.parent_process() is None else ():
+        log.warning("%s (MTX2VLLM_WATCH is not set, so that this engine follows nothing)", problem.rstrip("."))
 
 
 def _without_tpu() -> str | None:

@@ -31,6 +31,7 @@ from mtx2vllm.converter.storage import GS, normal, store_for
 from mtx2vllm.reload.engine import Requests, SwapMode
 
 PREFIX = "MTX2VLLM_"
+_UNITS = ((2**40, "TiB"), (10**12, "TB"), (2**30, "GiB"), (10**9, "GB"), (2**20, "MiB"), (10**6, "MB"), (2**10, "KiB"))
 _ELSEWHERE = {"traceback"}  # variables of ours that are no settings of the agent
 
 
@@ -102,6 +103,16 @@ class Settings(BaseModel):
         """Seconds between two listings."""
         return self.poll_seconds or (5.0 if self.watch.startswith(GS) else 1.0)
 
+    def shown(self) -> dict[str, str]:
+        """What counts, as one would write it into the environment, by the variables' names without the prefix."""
+        values = {**self.model_dump(), "policy": self.policy, "poll_seconds": f"{self.poll:g}"}
+        values["cache_size"] = _size(self.cache_size)
+        return {name.upper(): str(value) for name, value in values.items() if value is not None}
+
+
+def _size(n: int) -> str:
+    return next((f"{n // unit}{name}" for unit, name in _UNITS if n % unit == 0), str(n))
+
 
 def settings_for(root: str, **values: Any) -> Settings:
     """Settings given in Python, checked as the environment's are.
@@ -138,6 +149,16 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Settings | Non
     return settings
 
 
+def environment_problems(environ: Mapping[str, str]) -> list[str]:
+    """Everything that is wrong with the variables, also where MTX2VLLM_WATCH is not set and nothing reads them."""
+    watch = environ.get(PREFIX + "WATCH") or "/"
+    try:
+        read_environment({**environ, PREFIX + "WATCH": watch})
+    except InputError as error:
+        return list(error.problems)
+    return []
+
+
 def _unknown(key: str, known: set[str]) -> str:
     close = difflib.get_close_matches(key.removeprefix(PREFIX).lower(), known, 1)
     hint = f"did you mean {PREFIX}{close[0].upper()}?" if close else f"known are {', '.join(sorted(known)).upper()}."
@@ -151,6 +172,26 @@ def _sentence(error: Any, prefix: str) -> str:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
         return f"{name} is not a setting of the agent; {hint}"
-    text = error["msg"].removeprefix("Value error, ").removeprefix(f"{error['input']!r} ").rstrip(".")
-    text = text if text.startswith(("is ", "may ")) else f"is wrong: {text}"
-    return f"{(prefix + name.upper()) if prefix else name} = {error['input']!r} {text}."
+    return f"{(prefix + name.upper()) if prefix else name} = {error['input']!r} {_wrong(error)}."
+
+
+def _wrong(error: Any) -> str:
+    """What is wrong with a value, in our words."""
+    limits = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than":
+            return f"is too small; it must be more than {limits['gt']:g}"
+        case "greater_than_equal":
+            return f"is too small; it must be at least {limits['ge']}"
+        case "less_than_equal":
+            return f"is too large; it may be at most {limits['le']:g}"
+        case "int_parsing" | "int_type" | "int_from_float" | "int_parsing_size":
+            return "is no whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "is no number"
+        case "literal_error":
+            return f"is not known; it may be {limits['expected'].replace(chr(39), '')}"
+        case "string_type":
+            return "is no text"
+    text = str(error["msg"]).removeprefix("Value error, ").removeprefix(f"{error['input']!r} ").rstrip(".")
+    return text if text.startswith(("is ", "may ")) else f"is wrong: {text}"

@@ -94,6 +94,17 @@ def test_a_sampler_that_follows_hears_at_once_that_there_is_no_tpu(
     )
 
 
+def test_a_misspelt_watch_is_said_though_nothing_follows(
+    devices: list[str], registering: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTX2VLLM_WACH", "/versions")
+    plugin.register()
+    [said] = registering.messages
+    assert said.startswith(
+        "MTX2VLLM_WACH is not a variable of mtx2vllm; did you mean MTX2VLLM_WATCH? (MTX2VLLM_WATCH is not"
+    )
+
+
 @pytest.mark.parametrize("case", ["cpu on purpose", "a device", "a child", "a check that fails"])
 def test_nothing_is_said_where_it_would_be_wrong_or_said_twice(
     case: str, devices: list[str], registering: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

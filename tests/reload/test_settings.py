@@ -6,7 +6,14 @@ import pytest
 
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.reload import settings
-from mtx2vllm.reload.settings import Policy, host_name, parse_policy, read_environment, settings_for
+from mtx2vllm.reload.settings import (
+    Policy,
+    environment_problems,
+    host_name,
+    parse_policy,
+    read_environment,
+    settings_for,
+)
 
 
 def test_unset_means_off() -> None:
@@ -45,6 +52,59 @@ def test_every_problem_at_once_with_its_name() -> None:
     assert len(problems) == 10 and all(problem.startswith("MTX2VLLM_") for problem in problems)
     assert any("did you mean MTX2VLLM_POLICY?" in problem for problem in problems)
     assert any("only local paths and gs:// are supported" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("POLL_SECONDS", "0", "is too small; it must be more than 0."),
+        ("POLL_SECONDS", "86401", "is too large; it may be at most 86400."),
+        ("POLL_SECONDS", "soon", "is no number."),
+        ("POLL_SECONDS", "nan", "is no number."),
+        ("POLL_SECONDS", "inf", "is no number."),
+        ("CACHE_SIZE", "lots", "is not a size; write for example 4GiB or 500MB."),
+        ("CACHE_SIZE", "0", "is not a size; write for example 4GiB or 500MB."),
+        ("METRICS_PORT", "-1", "is too small; it must be at least 0."),
+        ("METRICS_PORT", "65536", "is too large; it may be at most 65535."),
+        ("METRICS_PORT", "http", "is no whole number."),
+        ("METRICS_PORT", "9" * 5000, "is no whole number."),
+        ("POLICY", "newest", "is neither `latest` nor `step:N`."),
+        ("REPLICA", "a/b", "may hold letters, digits, '.', '_' and '-' only (it becomes a file's name)."),
+        ("REQUESTS", "drop", "is not known; it may be preempt, keep or drain."),
+        ("UNREADY", "maybe", "is not known; it may be wait or fail."),
+        ("SWAP", "fast", "is not known; it may be auto, double or inplace."),
+        ("SCREEN", "inf", "is not known; it may be off or nan."),
+    ],
+)
+def test_every_constraint_is_told_in_plain_words(name: str, value: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_environment({"MTX2VLLM_WATCH": "/r", f"MTX2VLLM_{name}": value})
+    assert list(caught.value.problems) == [f"MTX2VLLM_{name} = {value!r} {words}"]
+    with pytest.raises(InputError, match="cache_dir = 5 is no text"):
+        settings_for("/r", cache_dir=5)
+
+
+def test_the_environment_is_examined_without_a_root_too() -> None:
+    assert environment_problems({}) == environment_problems({"MTX2VLLM_POLICY": "latest", "HOME": "/"}) == []
+    assert environment_problems({"MTX2VLLM_WACH": "/r"}) == [
+        "MTX2VLLM_WACH is not a variable of mtx2vllm; did you mean MTX2VLLM_WATCH?"
+    ]
+    [problem] = environment_problems({"MTX2VLLM_CACHE_SIZE": "lots"})
+    assert problem.startswith("MTX2VLLM_CACHE_SIZE = 'lots' is not a size")
+
+
+@pytest.mark.parametrize("size", ["32GiB", "1536MiB", "500MB", "7TB", "1KiB", "1000001"])
+def test_settings_are_shown_as_one_would_write_them(size: str) -> None:
+    given = {"MTX2VLLM_WATCH": "gs://b/r", "MTX2VLLM_CACHE_SIZE": size, "MTX2VLLM_REPLICA": "a"}
+    found = read_environment(given)
+    assert found is not None
+    shown = found.shown()
+    assert shown == {
+        "WATCH": "gs://b/r", "POLICY": "latest", "POLL_SECONDS": "5", "CACHE_SIZE": size, "REPLICA": "a",
+        "METRICS_HOST": "127.0.0.1", "REQUESTS": "preempt", "UNREADY": "wait", "SWAP": "auto", "SCREEN": "off",
+    }  # fmt: skip
+    again = read_environment({f"MTX2VLLM_{name}": value for name, value in shown.items()})
+    assert again is not None and again.shown() == shown
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e9", "soon"])
