@@ -193,5 +193,5 @@ def _wrong(error: Any) -> str:
             return f"is not known; it may be {limits['expected'].replace(chr(39), '')}"
         case "string_type":
             return "is no text"
-    text = str(error["msg"]).removeprefix("Value error, ").removeprefix(f"{error['input']!r} ").rstrip(".")
+    text = str(error["msg"]).removeprefix("Value error, ").removeprefix(f"{error['input']!r}").lstrip(": ").rstrip(".")
     return text if text.startswith(("is ", "may ")) else f"is wrong: {text}"

@@ -57,6 +57,7 @@ def test_every_problem_at_once_with_its_name() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
+        ("WATCH", "s3://x", "is wrong: only local paths and gs:// are supported."),
         ("POLL_SECONDS", "0", "is too small; it must be more than 0."),
         ("POLL_SECONDS", "86401", "is too large; it may be at most 86400."),
         ("POLL_SECONDS", "soon", "is no number."),
@@ -78,7 +79,7 @@ def test_every_problem_at_once_with_its_name() -> None:
 )
 def test_every_constraint_is_told_in_plain_words(name: str, value: str, words: str) -> None:
     with pytest.raises(InputError) as caught:
-        read_environment({"MTX2VLLM_WATCH": "/r", f"MTX2VLLM_{name}": value})
+        read_environment({"MTX2VLLM_WATCH": "/r"} | {f"MTX2VLLM_{name}": value})
     assert list(caught.value.problems) == [f"MTX2VLLM_{name} = {value!r} {words}"]
     with pytest.raises(InputError, match="cache_dir = 5 is no text"):
         settings_for("/r", cache_dir=5)
