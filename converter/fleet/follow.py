@@ -11,98 +11,38 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from mtx2vllm.converter.conversion import Converted, Options, carry_out, prepare
+from mtx2vllm.converter.conversion import Converted, carry_out, prepare
 from mtx2vllm.converter.errors import DifferenceError, InputError, LostRace, NotCommitted, StorageError, UsageError
 from mtx2vllm.converter.fleet import root as roots
 from mtx2vllm.converter.fleet.follow_lease import RootLease
 from mtx2vllm.converter.fleet.follow_root import clean, newest_version, remove_if_empty, version_before
-from mtx2vllm.converter.fleet.follow_steps import Mark, StepDir, exists, find_steps, is_committed, mark, overtaken
-from mtx2vllm.converter.locate import METADATA
-from mtx2vllm.converter.storage import GS, join, store_for
+from mtx2vllm.converter.fleet.follow_stale import Rewritten
+from mtx2vllm.converter.fleet.follow_state import Abandoned, Following, Status, Stop, Trouble
+from mtx2vllm.converter.fleet.follow_steps import (
+    Mark,
+    StepDir,
+    exists,
+    find_steps,
+    has_returned,
+    is_committed,
+    mark,
+    overtaken,
+)
+from mtx2vllm.converter.hf_files import CONFIG
+from mtx2vllm.converter.storage import join, store_for
 from mtx2vllm.converter.version.verify import load_manifest
 from mtx2vllm.schemas.manifest import Manifest
 
+__all__ = ["Follower", "Following", "Status", "Stop"]
+
 log = logging.getLogger(__name__)
 
-OUTCOMES = ("published", "skipped", "dropped", "refused", "failed", "abandoned")
-_TICK_S = 0.1  # how soon a request to stop is noticed
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 300.0  # between two tries of what is not the step's fault
 _LONGEST_LOOK_S = 30.0  # between two looks whether a refused step has changed
-_SKEW_S = 5.0  # of the clocks of a run's and a root's store
 _GONE_S = 60.0  # how long what is left of a deleted step is not looked at
 _REMEMBERED = 256  # notes that are not said twice
-
-
-@dataclass(frozen=True)
-class Following:
-    """What a user chooses. `every` N takes each step that N divides, 1 all; None only what is newest when it is its
-    turn. Times in seconds; `grace` is how long a conversion may go on after a request to stop."""
-
-    run: str
-    root: str
-    options: Options = field(default_factory=Options)
-    every: int | None = None
-    poll: float | None = None
-    wait: bool = True
-    grace: float = 20.0
-
-    @property
-    def pause(self) -> float:
-        """Seconds between two looks."""
-        return self.poll or (5.0 if GS in (self.run[:5], self.root[:5]) else 1.0)
-
-
-@dataclass
-class Status:
-    """What metrics and health tell. Counts are since the start."""
-
-    state: str = "starting"
-    newest: int | None = None
-    published: int | None = None
-    writing: int | None = None
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
-    seconds: float = 0.0
-    nbytes: int = 0
-    unchanged: int = 0
-    error: str | None = None
-    beat: float = 0.0
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Why a step waits. With `mark`, it is the step's own fault: it must change first."""
-
-    attempts: int
-    retry_at: float
-    mark: Mark | None = None
-
-
-class Stop:
-    """A request to stop. It takes no lock, so that a signal may make it whatever the thread is in the middle of."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def set(self) -> None:
-        """Make the request."""
-        self._asked = True
-
-    def is_set(self) -> bool:
-        """Whether it was made."""
-        return self._asked
-
-    def wait(self, seconds: float) -> None:
-        """Until it is made, or so long."""
-        until = time.monotonic() + seconds
-        while not self._asked and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _TICK_S))
-
-
-class Abandoned(Exception):
-    """The conversion under way is given up."""
 
 
 class Follower:
@@ -115,6 +55,7 @@ class Follower:
         self._settled: set[int] = set()
         self._troubles: dict[int, Trouble] = {}
         self._said: dict[str, None] = {}
+        self._rewritten = Rewritten(chosen.root)
 
     def resume(self) -> None:
         """Take up what a predecessor has settled (versions that were pruned since are not converted again), and remove
@@ -130,9 +71,11 @@ class Follower:
         found = find_steps(self.chosen.run)
         if found:  # a run that is not mounted for a moment is not forgotten
             self._forget({s.step for s in found})
+            self._rewritten.look([s for s in found if s.step in self._settled])
         else:
             self._once(f"waiting: no checkpoint in {self.chosen.run} yet")
         self.status.newest = found[0].step if found else None
+        waiting = False
         for step in found:
             if self.chosen.every and step.step % self.chosen.every:
                 continue
@@ -145,6 +88,9 @@ class Follower:
                 if self.chosen.every is None and step.step in self._settled:
                     self._skip(overtaken(found, step.step, frozenset(self._settled)))
                 return True
+            waiting = True
+        if found and not waiting and self.status.published is not None and not self.status.counts["published"]:
+            self._once(f"up to date at {self.status.published}")
         return False
 
     def _forget(self, there: set[int]) -> None:
@@ -160,13 +106,7 @@ class Follower:
         if published is None:
             return False
         self._settled.add(step.step)
-        written = store_for(step.location).stat(join(step.location, "items", METADATA))
-        if written is not None and written.modified > published.modified + _SKEW_S:
-            log.warning(
-                "step %d was written after version %d was published, and a published version is not replaced: give a "
-                "run that was started anew a root of its own", step.step, step.step,
-                extra={"event": "stale", "step": step.step},
-            )  # fmt: skip
+        self._rewritten.compare(step, published)
         return True
 
     def _ready(self, step: StepDir) -> bool:
@@ -180,6 +120,9 @@ class Follower:
         trouble = self._troubles.get(step.step)
         if trouble is None:
             return True
+        if trouble.gone is not None and has_returned(step.location, trouble.gone):
+            del self._troubles[step.step]
+            return True
         if self.clock() < trouble.retry_at:
             return False
         if trouble.mark is None:
@@ -187,8 +130,10 @@ class Follower:
         if self._mark_of(step) != trouble.mark:
             del self._troubles[step.step]
             return True
+        if trouble.untold is not None:
+            self._refused(step.step, trouble.untold)
         later = self._later(trouble.attempts + 1, _LONGEST_LOOK_S)
-        self._troubles[step.step] = Trouble(trouble.attempts + 1, later, trouble.mark)
+        self._troubles[step.step] = Trouble(trouble.attempts + 1, later, trouble.mark, trouble.gone)
         return False
 
     def _later(self, attempts: int, longest: float = _LONGEST_PAUSE_S) -> float:
@@ -209,6 +154,7 @@ class Follower:
         try:
             self._tell(step.step)
             before = self._mark_of(step)
+            self._rewritten.reading(step)
             started = time.monotonic()
             job = prepare(step.location, self.chosen.options)
             for note in job.notes:
@@ -277,27 +223,39 @@ class Follower:
             log.info("version %d was published by another writer", number, extra={"event": "present", "step": number})
             return
         now = self._mark_after(step)
-        if before is not None and (now is None or before.lost(now)):
-            self._troubles[number] = Trouble(1, self.clock() + _GONE_S, now or Mark({}, (), ()))
+        if before is not None and (now is None or before.replaced(now) or before.deleted(now)):
+            self._troubles[number] = Trouble(1, self.clock() + _GONE_S, now or Mark({}, (), ()), before)
             self.status.counts["dropped"] += 1
-            log.warning(
-                "dropped %d: the trainer deleted it while it was read", number,
-                extra={"event": "dropped", "step": number},
-            )  # fmt: skip
+            what = "another took its place" if now and before.replaced(now) else "the trainer deleted it"
+            log.warning("dropped %d: %s while it was read", number, what, extra={"event": "dropped", "step": number})
             return
         if isinstance(error, NotCommitted):
             self._troubles[number] = Trouble(1, self._later(1))
             return
         self.status.error = str(error)
         own = isinstance(error, (InputError, DifferenceError)) and not isinstance(error, (LostRace, StorageError))
+        if own and now and not now.target and _copying_explains(error):
+            self._troubles[number] = Trouble(1, self._later(1), before or now, untold=str(error))
+            text = f"step {number} cannot be read yet; it may still be being copied, and is looked at again: {error}"
+            self._once(text, logging.WARNING, key=f"copied {number}", step=number)
+            return
         attempts = 1 if own else getattr(self._troubles.get(number), "attempts", 0) + 1
         retry_at = self._later(attempts)
-        self._troubles[number] = Trouble(attempts, retry_at, now if own else None)
-        self.status.counts["refused" if own else "failed"] += 1
-        rest = "it is left alone until it changes" if own else f"tried again in {retry_at - self.clock():.0f} s"
+        self._troubles[number] = Trouble(attempts, retry_at, (before or now) if own else None)
+        if own:
+            self._refused(number, str(error))
+            return
+        self.status.counts["failed"] += 1
         log.error(
-            "step %d cannot be converted (%s): %s", number, rest, error or type(error).__name__,
-            extra={"event": "refused" if own else "failed", "step": number, "attempts": attempts},
+            "step %d cannot be converted (tried again in %.0f s): %s", number, retry_at - self.clock(),
+            str(error) or type(error).__name__, extra={"event": "failed", "step": number, "attempts": attempts},
+        )  # fmt: skip
+
+    def _refused(self, number: int, why: str) -> None:
+        self.status.counts["refused"] += 1
+        log.error(
+            "step %d cannot be converted (it is left alone until it changes): %s", number, why,
+            extra={"event": "refused", "step": number},
         )  # fmt: skip
 
     def _mark_of(self, step: StepDir) -> Mark:
@@ -310,9 +268,14 @@ class Follower:
         except (OSError, StorageError):
             return Mark({}, (), ()) if exists(step.location) else None
 
-    def _once(self, text: str, level: int = logging.INFO, **facts: object) -> None:
-        if text not in self._said:
-            self._said[text] = None
+    def _once(self, text: str, level: int = logging.INFO, key: str | None = None, **facts: object) -> None:
+        if (key or text) not in self._said:
+            self._said[key or text] = None
             if len(self._said) > _REMEMBERED:
                 del self._said[next(iter(self._said))]
             log.log(level, "%s", text, extra={"event": "note", **facts})
+
+
+def _copying_explains(error: Exception) -> bool:
+    """Whether a step may be fine once it is copied whole: not where the remedy is another option or config."""
+    return isinstance(error, InputError) and "--" not in str(error) and CONFIG not in str(error)

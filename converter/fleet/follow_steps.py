@@ -27,9 +27,13 @@ class Mark:
     generations: tuple[int, ...]
     target: tuple[str, ...]
 
-    def lost(self, later: "Mark") -> int:
-        """How many files have gone since."""
-        return len(self.files.keys() - later.files.keys())
+    def deleted(self, later: "Mark") -> bool:
+        """Whether files have gone since, and none have come: a step that is being copied has both."""
+        return self.files.keys() > later.files.keys()
+
+    def replaced(self, later: "Mark") -> bool:
+        """Whether other metadata are there since."""
+        return later.generations[:1] not in ((), (0,), self.generations[:1])
 
 
 def find_steps(run: str) -> list[StepDir]:
@@ -57,6 +61,16 @@ def is_committed(location: str, allow_uncommitted: bool = False) -> bool:
 def exists(location: str) -> bool:
     """Whether anything of a step is left."""
     return bool(store_for(location).listdir(location))
+
+
+def has_returned(location: str, before: Mark) -> bool:
+    """Whether a step that went away is there again, itself or another one, and not only its rest."""
+    stat = store_for(location).stat(join(location, "items", METADATA))
+    if stat is None:
+        return False
+    if stat.generation != before.generations[0]:
+        return True
+    return before.files.keys() <= _files(store_for(location), location).keys()
 
 
 def mark(location: str, out: str, hf_config: str | None) -> Mark:
