@@ -64,6 +64,11 @@ def follow(
     follow_run.main(following, host, port)
 
 
+for _option in follow.params:
+    if isinstance(_option, click.Option) and _option.help:
+        _option.help = _option.help.replace("CKPT", "RUN")  # the options are convert's, the argument is not
+
+
 @click.command()
 @click.argument("jobs")
 @JSON

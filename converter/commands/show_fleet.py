@@ -42,13 +42,20 @@ def batch_text(outcomes: Sequence["Outcome"]) -> str:
         seconds = f"{o.seconds:.1f}" if o.result != "done before" else ""
         step = "" if o.step is None else str(o.step)
         table.add_row(
-            str(o.line), o.checkpoint, step, o.layout, o.out, o.result, str(o.tensors), size(o.bytes), seconds
+            str(o.line), o.checkpoint, step, o.layout, o.out, _result(o), str(o.tensors), size(o.bytes), seconds
         )
     failed = [o for o in outcomes if not o.ok]
     errors = [f"line {o.line}, {o.out}: {text}" for o in failed for text in o.errors]
     done = sum(o.result == "done before" for o in outcomes)
     total = f"{len(outcomes) - len(failed)} of {len(outcomes)} are there ({done} were before), {len(failed)} failed"
-    return rendered(table, *errors, total)
+    spoilt = sum(bool(o.nonfinite) for o in outcomes)
+    return rendered(table, *errors, total + f"; {spoilt} with NaN or infinity" * bool(spoilt))
+
+
+def _result(outcome: "Outcome") -> str:
+    if not outcome.nonfinite:
+        return outcome.result
+    return f"{outcome.result}, NaN or infinity in {_count(outcome.nonfinite, 'tensor')}"
 
 
 def versions_text(fleet: Fleet) -> str:

@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one."""
+    """What became of one. `nonfinite` counts the tensors with NaN or infinity, None where this run read none."""
 
     line: int
     checkpoint: str
@@ -58,6 +58,7 @@ class Outcome:
     bytes: int
     seconds: float
     errors: tuple[str, ...] = ()
+    nonfinite: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -108,7 +109,7 @@ def _carry_out(item: Item, say: Say, progress: Progress | None) -> Outcome:
     except Exception as error:  # a fault of ours in one job is no reason to leave out the others
         problems = (f"{type(error).__name__}: {error}; this is a fault in mtx2vllm, please report it",)
     else:
-        return replace(seen, result="converted", seconds=done.seconds)
+        return replace(seen, result="converted", seconds=done.seconds, nonfinite=len(done.nonfinite))
     return replace(seen, result="failed", seconds=round(time.monotonic() - started, 3), errors=problems)
 
 

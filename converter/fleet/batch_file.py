@@ -223,6 +223,10 @@ def _sentence(error: Any, data: Any) -> str:
         return f"{where} is not known; {hint} are {', '.join(sorted(known))}"
     if name in _CHOICES:
         return f"{where} = {_at(data, path)!r}: {_CHOICES[name]} was expected"
+    if error["type"] in ("too_short", "string_too_short"):
+        return f"{where} is empty; {'at least one job' if name == 'jobs' else 'something'} must stand there"
+    if error["type"] == "list_type":
+        return f"{where} = {error['input']!r}: a list was expected"
     if error["type"] == "value_error":
         return f"{where}: {error['msg'].removeprefix('Value error, ')}"
     return f"{where} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
