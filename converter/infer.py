@@ -14,6 +14,10 @@ from mtx2vllm.converter.plans import Leaf
 from mtx2vllm.schemas import FAMILIES
 from mtx2vllm.schemas.rules import Model, Schema, parse_axes
 
+_MARKS = {  # words that no other family's tree has, of families that a config must settle
+    "gemma2": "self_attention_local", "gemma4": "layer_scalar", "deepseek_v3": "wkv_a", "llama4": "Llama4MoEBlock_0",
+    "qwen3_5_moe": "in_proj_qkvz", "qwen3_next": "in_proj_qkvz",
+}  # fmt: skip
 _CONFIG = "pass --hf-config with a Hugging Face config.json, a directory with one, or a Hub id"
 
 
@@ -36,6 +40,13 @@ def infer(leaves: Mapping[str, Leaf]) -> tuple[Schema, Model]:
     raise InputError(f"no config.json was found, and keys and shapes fit {names}{f': {why}' if why else ''}; {_CONFIG}")
 
 
+def alike(leaves: Mapping[str, Leaf]) -> tuple[str, ...]:
+    """Families that a checkpoint's keys and shapes speak for, whatever its config says; () where they say nothing."""
+    text = {path: leaf for path, leaf in leaves.items() if not path.startswith("vision")}
+    found = tuple(schema.family for schema in FAMILIES if _solve(schema, text) is not None)
+    return found or tuple(s.family for s in FAMILIES if s.family in _MARKS and _looks_like(s, text))
+
+
 def _why(families: list[str]) -> str:
     return "; ".join(s.ambiguous for s in FAMILIES if s.family in families and s.ambiguous)
 
@@ -43,11 +54,7 @@ def _why(families: list[str]) -> str:
 def _looks_like(schema: Schema, leaves: Mapping[str, Leaf]) -> bool:
     """Whether the family's most telling words occur in the tree."""
     words = {"llama": "decoder.layers.self_attention.query.kernel"}.get(schema.family)
-    marks = {
-        "gemma2": "self_attention_local", "gemma4": "layer_scalar", "deepseek_v3": "wkv_a", "llama4": "Llama4MoEBlock_0",
-        "qwen3_5_moe": "in_proj_qkvz", "qwen3_next": "in_proj_qkvz",
-    }  # fmt: skip
-    mark = words or marks.get(schema.family, "\0")
+    mark = words or _MARKS.get(schema.family, "\0")
     return any(mark in re.sub(r"layers_\d+", "layers", path) for path in leaves)
 
 

@@ -8,6 +8,7 @@ from math import prod
 
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.expect import Expected, Unit, is_layer, iter_expected
+from mtx2vllm.converter.infer import alike
 from mtx2vllm.converter.plans import Drop, Leaf
 from mtx2vllm.schemas.rules import Model, Schema
 
@@ -48,6 +49,8 @@ def matched(
     problems += [_missing(schema, path, leaves) for path in dict.fromkeys(e.path for e in iter_expected(found))
                  if path not in leaves]  # fmt: skip
     fitted = [replace(u, leaves=tuple(_fit(e, leaves, model, problems, drops) for e in u.leaves)) for u in found]
+    if problems and (others := alike(leaves)) and schema.family not in others:
+        raise InputError(_other_family(schema, others, problems))
     have = count_layers(found, leaves)
     if have != model.layers and any(p.layers for p in problems):
         problems = [p for p in problems if not p.layers]
@@ -165,6 +168,20 @@ def _misfit(dim: tuple[str, ...], want: int, have: int, leaf: Leaf, model: Model
     keys = "num_hidden_layers" if layers else ", ".join(model.origin.get(a, a) for a in dim)
     said = f"axis {axis} is {have} in the checkpoint and {want} by config.json ({keys})"
     return Problem(said, f"{said}, first seen in leaf {leaf.path} {list(leaf.shape)}", layers)
+
+
+def _other_family(schema: Schema, others: Sequence[str], problems: Sequence[Problem]) -> list[str]:
+    """The config is of another family: the single leaves say nothing beyond that."""
+    kinds = [problem.kind.partition(" ")[0] for problem in problems]
+    lacks, other = kinds.count("missing"), sum(kind in {"axis", "rank", "dtype"} for kind in kinds)
+    extra = len(kinds) - lacks - other
+    counts = {"missing": lacks, "of another shape or type": other, f"unknown to {schema.family}": extra}
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return [
+        f"the checkpoint looks like {' or '.join(others)} by its keys and shapes, but config.json says {schema.family}; pass "
+        "the config of the model that was trained with --hf-config",
+        f"compared with {schema.family}, leaves are {told}",
+    ]
 
 
 def _summary(problems: Sequence[Problem]) -> list[str]:
