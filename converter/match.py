@@ -175,12 +175,12 @@ def _other_family(schema: Schema, others: Sequence[str], problems: Sequence[Prob
     kinds = [problem.kind.partition(" ")[0] for problem in problems]
     lacks, other = kinds.count("missing"), sum(kind in {"axis", "rank", "dtype"} for kind in kinds)
     extra = len(kinds) - lacks - other
-    counts = {"missing": lacks, "of another shape or type": other, f"unknown to {schema.family}": extra}
+    counts = {"are missing": lacks, "have another shape or type": other, "are unknown": extra}
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     return [
         f"the checkpoint looks like {' or '.join(others)} by its keys and shapes, but config.json says {schema.family}; pass "
         "the config of the model that was trained with --hf-config",
-        f"compared with {schema.family}, leaves are {told}",
+        f"compared with {schema.family}, of the leaves {told}",
     ]
 
 

@@ -27,7 +27,7 @@ from mtx2vllm.converter.shards import DTYPES
 from mtx2vllm.converter.storage import basename, join, store_for
 from mtx2vllm.converter.version import claim as claims
 from mtx2vllm.converter.version.adopt_check import Found, look
-from mtx2vllm.converter.version.verify import CHUNK, hash_tensor
+from mtx2vllm.converter.version.verify import CHUNK, hash_tensor, load_manifest
 from mtx2vllm.schemas import manifest as manifests
 from mtx2vllm.schemas.manifest import FileEntry, Manifest, Source, TensorEntry
 
@@ -87,9 +87,7 @@ def adopt(
     step = roots.step_of(basename(place))
     if out is not None and step is None:
         raise InputError(f"--as {out} does not end in a step's number; a version of a root is named ROOT/STEP")
-    store = store_for(place)
-    if store.stat(join(place, manifests.NAME)):
-        raise InputError(f"{place} has a manifest already: it is a version; give another place with --as")
+    _refuse_versions(location, out)
     found = look(location)
     if out is None and found.aside:
         raise InputError(
@@ -113,6 +111,25 @@ def adopt(
     notes = found.notes + ((f"left out: {', '.join(found.aside)}",) if found.aside else ())
     seconds = round(time.monotonic() - started, 3)
     return Adopted(place, made.family, step, len(made.tensors), size, linked, copied, seconds, notes)
+
+
+def _refuse_versions(location: str, out: str | None) -> None:
+    """A place that is taken, and a directory that is a version of ours: the hf layout alone can be had elsewhere, too."""
+    if out is not None and store_for(out).stat(join(out, manifests.NAME)):
+        raise InputError(f"{out} is a version already; give another step with --as")
+    if not store_for(location).stat(join(location, manifests.NAME)):
+        return
+    layout = load_manifest(location)[0].layout
+    if out is None:
+        raise InputError(
+            f"{location} is a version already (layout {layout}), and there is nothing to adopt: `mtx2vllm verify {location}` "
+            "checks it"
+        )
+    if layout != "hf":
+        raise InputError(
+            f"{location} is a version already (layout {layout}), not a Hugging Face directory; `mtx2vllm fetch {location} {out}` "
+            "copies it"
+        )
 
 
 def _digests(found: Found, progress: Progress | None) -> dict[str, str]:

@@ -52,6 +52,11 @@ def look(location: str) -> Found:
         raise InputError(
             f"{location} is a MaxText checkpoint, not a Hugging Face directory; convert it: mtx2vllm convert {location} OUT"
         )
+    if not entries and (below := sorted(e.name for e in store.listdir(location))):
+        raise InputError(
+            f"{location} holds directories only ({', '.join(below[:3])}{', ...' if len(below) > 3 else ''}); give one with "
+            "config.json and *.safetensors"
+        )
     if not entries:
         raise InputError(f"{location} does not exist or is empty; give a directory with config.json and *.safetensors")
     config = _config(store, location)

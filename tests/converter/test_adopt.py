@@ -92,7 +92,7 @@ def test_in_its_place(tmp_path: Path) -> None:
     assert verify_version(str(home)).ok
     assert {p.name: p.read_bytes() for p in home.iterdir() if p.name != "mtx2vllm.json"} == before
     again = CliRunner().invoke(main, ["adopt", str(home)])
-    assert (again.exit_code, "has a manifest already" in again.stderr) == (3, True)
+    assert (again.exit_code, "is a version already (layout hf)" in again.stderr) == (3, True)
 
 
 def test_shards_are_linked_where_they_can_be(tmp_path: Path) -> None:
@@ -294,6 +294,30 @@ def test_a_canonical_version_is_not_adopted(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "v/canonical/model.safetensors", home)
     with pytest.raises(InputError, match="layout canonical"):
         adopt(str(home))
+
+
+def test_a_version_is_not_adopted_again(tmp_path: Path) -> None:
+    canonical, hf, free = (str(tmp_path / "root" / n) for n in "123")
+    convert(DATA / "qwen3/scanned", canonical, hf_config=QWEN3)
+    convert(DATA / "qwen3/scanned", hf, hf_config=QWEN3, layout="hf")
+    for place, layout in ((canonical, "canonical"), (hf, "hf")):
+        with pytest.raises(
+            InputError, match=rf"^{place} is a version already \(layout {layout}\), and there is nothing"
+        ):
+            adopt(place)
+        with pytest.raises(InputError, match=f"^{canonical} is a version already; give another step"):
+            adopt(str(QWEN3), canonical)
+    with pytest.raises(
+        InputError, match=rf"^{canonical} is a version already \(layout canonical\).* fetch {canonical} {free}"
+    ):
+        adopt(canonical, free)
+    assert not Path(free).exists()
+    answer = CliRunner().invoke(main, ["fetch", canonical, free])
+    assert answer.exit_code == 0 and verify_version(free).ok
+    with pytest.raises(InputError, match=r"holds directories only \(1, 2, 3\)"):
+        adopt(tmp_path / "root")
+    adopt(hf, tmp_path / "root" / "4")
+    assert verify_version(str(tmp_path / "root" / "4")).ok
 
 
 def test_the_place_must_be_a_step_and_free(tmp_path: Path) -> None:
