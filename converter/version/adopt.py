@@ -51,7 +51,7 @@ class Adopted:
 
     def to_json(self) -> dict[str, Any]:
         """What `adopt --json` prints."""
-        return asdict(self)
+        return {**asdict(self), "layout": "hf"}
 
     def sentence(self) -> str:
         """One line for people."""

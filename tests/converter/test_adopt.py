@@ -88,7 +88,8 @@ def test_in_its_place(tmp_path: Path) -> None:
     before = {p.name: p.read_bytes() for p in home.iterdir()}
     answer = CliRunner().invoke(main, ["adopt", str(home), "--json"])
     assert answer.exit_code == 0, answer.output
-    assert json.loads(answer.stdout)["step"] is None
+    told = json.loads(answer.stdout)
+    assert (told["step"], told["layout"], told["linked"], told["copied"]) == (None, "hf", 0, 0)
     assert verify_version(str(home)).ok
     assert {p.name: p.read_bytes() for p in home.iterdir() if p.name != "mtx2vllm.json"} == before
     again = CliRunner().invoke(main, ["adopt", str(home)])
