@@ -8,6 +8,7 @@ the engine serves changes by one call, `Engine.swap`, or not at all.
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class ReloadAgent:
     def __init__(
         self,
         engine_or_llm: Any,
-        root: str,
+        root: str | os.PathLike[str],
         settings: Settings | None = None,
         *,
         loaded: str | None = None,
@@ -59,7 +60,7 @@ class ReloadAgent:
         clock: Callable[[], float] = time.time,
         **options: Any,
     ) -> None:
-        self.settings = settings or settings_for(root, **options)
+        self.settings = settings or settings_for(os.fspath(root), **options)
         self.root = self.settings.watch
         self.engine = engine_of(engine_or_llm)
         held = self.engine.dummy if hold is None else hold
@@ -253,7 +254,12 @@ def engine_of(engine_or_llm: Any) -> Engine:
 
 
 def load_version(
-    engine_or_llm: Any, location: str, *, swap: SwapMode = "auto", requests: Requests = "preempt", screen: bool = False
+    engine_or_llm: Any,
+    location: str | os.PathLike[str],
+    *,
+    swap: SwapMode = "auto",
+    requests: Requests = "preempt",
+    screen: bool = False,
 ) -> Report:
     """Bring one version (a directory, local or gs://) into an engine and return when it serves it. No thread remains.
 
@@ -262,7 +268,7 @@ def load_version(
         EngineBroken: the engine must not serve any more.
     """
     engine = engine_of(engine_or_llm)
-    version = aspire.open_version(location)
+    version = aspire.open_version(os.fspath(location))
     stager = Stager(Options(screen=screen))
     try:
         return load(engine, stager, version, None, Way(swap, requests))[1]

@@ -5,6 +5,7 @@ the units of trust. A copy that was interrupted goes on with the pieces that are
 arrive wrong are asked for again. The manifest is written last, as by every writer.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +47,11 @@ class Fetched:
 
 
 def fetch_version(
-    version: str, directory: str, *, config_only: bool = False, progress: Progress | None = None
+    version: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    config_only: bool = False,
+    progress: Progress | None = None,
 ) -> Fetched:
     """Copy the version at `version` into the local `directory`; with `config_only` its side files alone, and no
     manifest.
@@ -57,6 +62,7 @@ def fetch_version(
         DifferenceError: bytes are not the manifest's, however often they are read.
         StorageError, Mtx2vllmError: the store refuses; the disk is full.
     """
+    version, directory = os.fspath(version), os.fspath(directory)
     begun, source, into = time.monotonic(), store_for(version), store_for(directory)
     if into.local(directory) is None:
         raise InputError(f"{directory} is not a local directory, to which fetch copies.")

@@ -6,6 +6,7 @@ bytes of one tensor). `verify_version` does all of it. Memory is bounded by `CHU
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -239,7 +240,11 @@ def index_problems(store: Store, location: str, manifest: Manifest) -> list[str]
     return problems
 
 
-def verify_version(location: str, against: str | None = None, progress: Progress | None = None) -> Verification:
+def verify_version(
+    location: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Verification:
     """Check a version whole, and with `against` (another version, or a plain Hugging Face directory) compare its text
     tensors bit by bit. What is wrong is in the result, all of it.
 
@@ -247,6 +252,8 @@ def verify_version(location: str, against: str | None = None, progress: Progress
         NotCommitted: `location` is no version.
         InputError: the manifest cannot be read, or `against` holds no weights.
     """
+    location = os.fspath(location)
+    against = None if against is None else os.fspath(against)
     store = store_for(location)
     manifest, _ = load_manifest(location, store)
     unsound: set[str] = set()

@@ -9,6 +9,8 @@ from data_files import DATA, digests
 
 from mtx2vllm.converter import InputError, Options, UsageError, convert, plan
 from mtx2vllm.converter.version.adopt import adopt
+from mtx2vllm.converter.version.fetch import fetch_version
+from mtx2vllm.converter.version.verify import verify_version
 
 RUN, CONFIG = DATA / "qwen3" / "scanned", DATA / "qwen3" / "hf"
 
@@ -20,6 +22,9 @@ def test_paths_are_paths(tmp_path: Path) -> None:
     assert by_path.notes == by_text.notes
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
     assert plan(CONFIG).tensors == plan(CONFIG / "config.json").tensors == plan(str(CONFIG)).tensors
+    assert verify_version(tmp_path / "a", tmp_path / "b").ok
+    assert fetch_version(tmp_path / "a", tmp_path / "c").directory == str(tmp_path / "c")
+    assert digests(tmp_path / "c") == digests(tmp_path / "a")
     assert adopt(CONFIG, tmp_path / "root" / "1").out == str(tmp_path / "root" / "1")
 
 

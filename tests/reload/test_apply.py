@@ -250,7 +250,7 @@ def test_given_up_while_staging(tmp_path: Path, stager: Stager) -> None:
 
 def test_load_version_without_a_thread(tmp_path: Path) -> None:
     engine = FakeEngine(A)
-    report = load_version(engine, str(write_version(tmp_path / "42", A)))
+    report = load_version(engine, write_version(tmp_path / "42", A))
     assert engine.holds(A) and engine.version == report.version == 42
     rewrite(write_version(tmp_path / "named", B), lambda m: m["source"].update(step=7))
     assert load_version(engine, str(tmp_path / "named"), swap="inplace").version == 7
