@@ -21,6 +21,9 @@ FAMILIES = [
 ]  # fmt: skip
 # The engine's bf16 against fp32: 0.004 to 0.08 were seen. A wrong position or scale is 0.5 away or more.
 TOLERANCE = 0.15
+# Latent attention on a CPU adds nothing (README.md of this folder, "What is not shown here"), whoever wrote the
+# directory: what the engine makes of the original is compared instead, to the bit.
+ENGINE_DIFFERS = {"deepseek3"}
 
 
 def exported(family: str, home: Path) -> Path:
@@ -62,6 +65,12 @@ def check(family: str, home: Path) -> None:
     assert found["architecture"] == json.loads((directory / "config.json").read_text())["architectures"][0]
     assert found["dtype"] == "torch.bfloat16"
     assert found["text"]
+    if family in ENGINE_DIFFERS:
+        original = home / "original"
+        shutil.copytree(home / "source", original)
+        shutil.copyfile(DATA / family / "hf/model.safetensors", original / "model.safetensors")
+        assert served(original, home / "original") == found
+        return
     expected = of_transformers(directory, found["prompt"], found["tokens"])
     assert max(abs(a - b) for a, b in zip(found["logprobs"], expected, strict=True)) < TOLERANCE
 
