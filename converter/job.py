@@ -19,11 +19,11 @@ from mtx2vllm.converter.shards import ShardFile, layout
 from mtx2vllm.converter.source import Checkpoint, open_checkpoint
 from mtx2vllm.converter.storage import store_for
 from mtx2vllm.schemas.fused import reorders
+from mtx2vllm.schemas.manifest import CANONICAL_DIR
 from mtx2vllm.schemas.model import ConfigError, architecture_of, default_rope, model_of, schema_of
 from mtx2vllm.schemas.rules import Model, Schema
 
 _CANONICAL_WRAPPER = ("language_model.model.", "language_model.")  # vLLM's names in every multimodal class
-CANONICAL_DIR = "canonical"  # below OUT, so that a stock loader finds no weights and fails loudly
 
 
 @dataclass(frozen=True)

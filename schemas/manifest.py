@@ -20,6 +20,9 @@ ITEM_SIZES = {
 }  # fmt: skip
 
 Layout = Literal["canonical", "hf"]
+CANONICAL_DIR = "canonical"  # below OUT, so that a stock loader finds no weights and fails loudly
+# Where a version's shards lie, and what killed writers leave of them.
+FOLDERS = ("", CANONICAL_DIR)
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # blake3, hexadecimal
 
 

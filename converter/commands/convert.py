@@ -54,7 +54,7 @@ def conversion_options(command: Any) -> Any:
         click.option("--allow-uncommitted", is_flag=True, help="Accept a step without its commit marker."),
         click.option("--max-shard-size", type=Size(), default="4GiB", show_default=True),
         click.option("--memory-budget", type=Size(), default="1GiB", show_default=True),
-        click.option("--workers", type=click.IntRange(1), help="Threads. Default: one a core."),
+        click.option("--workers", type=click.IntRange(1, 1024), help="Threads. Default: one a core."),
         click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True),
         click.option("--ray-address", help="Ray cluster; default: the one at hand, or a new one here."),
         click.option("--strict", is_flag=True, help="Fail (4) where weights hold NaN or infinity."),

@@ -1,12 +1,26 @@
 """follow, batch, adopt, versions, pin, unpin, prune."""
 
 import json
+import math
 import sys
 from typing import Any
 
 import click
 
 from mtx2vllm.converter.commands.convert import JSON, conversion_options
+
+
+class Seconds(click.FloatRange):
+    """A range of real numbers: `nan` compares as false with every bound, and click lets it through."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See click.ParamType.convert."""
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        return found
 
 
 class Step(click.ParamType[int]):
@@ -30,9 +44,9 @@ class Step(click.ParamType[int]):
 @conversion_options
 @click.option("--every", type=click.IntRange(1), help="Convert each step that N divides. Default: only what is newest.")
 @click.option("--all", "every_step", is_flag=True, help="Convert every step, newest first.")
-@click.option("--poll", type=click.FloatRange(0.05, 3600), help="Seconds between two looks. Default: 1, gs:// 5.")
+@click.option("--poll", type=Seconds(0.05, 3600), help="Seconds between two looks. Default: 1, gs:// 5.")
 @click.option("--no-wait", is_flag=True, help="Exit (3) where another follower writes into ROOT. Default: stand by.")
-@click.option("--grace", type=click.FloatRange(0), default=20.0, show_default=True,
+@click.option("--grace", type=Seconds(0), default=20.0, show_default=True,
               help="Seconds that a conversion may go on after SIGTERM before it is abandoned.")  # fmt: skip
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="Serve /metrics and /healthz. Default: off. 0: a free port."

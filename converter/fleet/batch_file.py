@@ -54,7 +54,7 @@ class Settings(BaseModel):
     allow_uncommitted: bool = False
     max_shard_size: _Size = 4 << 30
     memory_budget: _Size = 1 << 30
-    workers: Annotated[int, Field(ge=1)] | None = None
+    workers: Annotated[int, Field(ge=1, le=1024)] | None = None
     executor: Literal["local", "ray"] = "local"
     ray_address: str | None = None
     overwrite: bool = False

@@ -26,7 +26,7 @@ from mtx2vllm.converter.fleet.endpoint import Endpoint, Page, health
 from mtx2vllm.converter.fleet.follow import Follower, Following, Status, Stop
 from mtx2vllm.converter.fleet.follow_lease import RootLease
 from mtx2vllm.converter.fleet.follow_steps import find_steps
-from mtx2vllm.converter.fleet.places import refuse_overlap
+from mtx2vllm.converter.fleet.places import refuse_overlap, refuse_version
 from mtx2vllm.converter.hf_files import CONFIG, find_config
 
 log = logging.getLogger(__name__)
@@ -58,10 +58,11 @@ def follow(chosen: Following, stop: Stop, follower: Follower) -> None:
 
     Raises:
         InputError, UsageError: what was asked for can never work: no such config, a root or run that may not be read, a
-            root inside the run.
+            root inside the run, a root that is a version.
         LostRace: another follower writes into the root, and `chosen.wait` is false.
     """
     refuse_overlap(chosen.run, chosen.root)
+    refuse_version(chosen.root)
     _require_config(chosen)
     while not stop.is_set():
         if _standby(chosen, stop, follower):

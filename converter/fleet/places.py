@@ -19,12 +19,18 @@ def require_root(location: str) -> None:
     """
     store = store_for(location)
     refuse_file(location, "a root is a directory of versions")
-    if store.stat(join(location, manifest.NAME)):
-        raise InputError(f"{location} is itself a version, not a root of versions; give {_above(store, location)}")
+    refuse_version(location)
     local = store.local(location)
     there = Path(local).is_dir() if local is not None else bool(store.listdir(location))
     if not there:
         raise InputError(f"{location} does not exist; check the path of the root")
+
+
+def refuse_version(location: str) -> None:
+    """Raises InputError where a location is a version, not a root of versions."""
+    store = store_for(location)
+    if store.stat(join(location, manifest.NAME)):
+        raise InputError(f"{location} is itself a version, not a root of versions; give {_above(store, location)}")
 
 
 def refuse_file(location: str, wanted: str) -> None:

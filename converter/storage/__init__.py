@@ -11,7 +11,7 @@ import functools
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,8 +128,9 @@ class Store(Protocol):
     def delete_all(self, path: str) -> int:
         """Remove every file below `path`, and the directories; the number of files removed."""
 
-    def clean_leftovers(self, path: str) -> int:
-        """Remove below `path` what killed writers left (names that start with `LEFTOVER`); the number of files."""
+    def clean_leftovers(self, path: str, folders: Sequence[str] = ("",)) -> int:
+        """Remove what killed writers left (names that start with `LEFTOVER`) in these folders of `path`, and not below
+        others, which may be another writer's; the number of files."""
 
     def writer(self, path: str, size: int) -> SharedWriter:
         """Begin a file of `size` bytes that is written in ranges. What is there already stays until `commit`, and is

@@ -10,13 +10,13 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
 
 from mtx2vllm.converter.errors import LostRace
-from mtx2vllm.converter.storage import LEFTOVER, Entry, Stat, Ticket
+from mtx2vllm.converter.storage import LEFTOVER, Entry, Stat, Ticket, join
 from mtx2vllm.converter.storage.posix import sentences, stat_of, sync_directory
 from mtx2vllm.converter.storage.rangefile import FileGuest, FileRangeWriter
 
@@ -115,12 +115,18 @@ class FileStore:
                     top.rmdir()
         return count
 
-    def clean_leftovers(self, path: str) -> int:
+    def clean_leftovers(self, path: str, folders: Sequence[str] = ("",)) -> int:
         """See `Store.clean_leftovers`."""
-        ours = [name for name in self.walk(path) if any(part.startswith(LEFTOVER) for part in name.split("/"))]
-        for name in ours:
-            self.delete(f"{path}/{name}")
-        return len(ours)
+        count = 0
+        for folder in folders:
+            place = join(path, folder) if folder else path
+            for entry in self.listdir(place):
+                if entry.name.startswith(LEFTOVER) and entry.is_dir:
+                    count += self.delete_all(join(place, entry.name))
+                elif entry.name.startswith(LEFTOVER):
+                    self.delete(join(place, entry.name))
+                    count += 1
+        return count
 
     def writer(self, path: str, size: int) -> FileRangeWriter:
         """See `Store.writer`."""

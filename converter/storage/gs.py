@@ -9,7 +9,7 @@ import contextlib
 import io
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -241,11 +241,11 @@ class GsStore:
         blobs, _ = self._list(bucket, prefix)
         return self._delete_many(blobs)
 
-    def clean_leftovers(self, path: str) -> int:
+    def clean_leftovers(self, path: str, folders: Sequence[str] = ("",)) -> int:
         """See `Store.clean_leftovers`."""
         bucket, prefix = _prefix(path)
-        blobs, _ = self._list(bucket, prefix)
-        return self._delete_many([blob for blob in blobs if f"/{LEFTOVER}" in f"/{blob.name[len(prefix) :]}"])
+        found = [self._list(bucket, f"{prefix}{folder}{'/' if folder else ''}{LEFTOVER}")[0] for folder in folders]
+        return self._delete_many([blob for blobs in found for blob in blobs])
 
     def _delete_many(self, blobs: list[Any]) -> int:
         def delete(blob: Any) -> None:

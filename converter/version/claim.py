@@ -7,6 +7,7 @@ manifest, the files that it names are a version's, and cleaning leaves them alon
 """
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
-from mtx2vllm.converter.storage import LEFTOVER, Stat, Store, join, store_for
+from mtx2vllm.converter.storage import LEFTOVER, Stat, Store, join, parent, store_for
 from mtx2vllm.converter.version import process
 from mtx2vllm.schemas import manifest
 
@@ -56,6 +57,7 @@ class Claim:
 
     def __enter__(self) -> "Claim":
         _refuse_file(self.store, self.out)
+        _refuse_inside(self.store, self.out)
         self._generation = _take(self.store, self.out, self._record().model_dump_json().encode(), self._now())
         self._thread = threading.Thread(target=self._renew, name="mtx2vllm-claim", daemon=True)
         self._thread.start()
@@ -149,7 +151,7 @@ def _take(store: Store, out: str, data: bytes, now: float) -> int:
             # The claim's name says nothing to whoever gave OUT.
             raise type(error)([problem.replace(path, out) for problem in error.problems]) from error
     else:
-        store.clean_leftovers(out)
+        store.clean_leftovers(out, manifest.FOLDERS)
         return taken.generation
     stat, record = store.stat(path), read(store, out)
     if stat is None:
@@ -179,10 +181,11 @@ def refuse_taken(store: Store, out: str, now: float) -> tuple[str, ...]:
         The files that a killed run has announced there, which whoever takes the place removes.
 
     Raises:
-        InputError: a file is where a directory is meant.
+        InputError: a file is where a directory is meant, or a version.
         LostRace: a live writer's claim.
     """
     _refuse_file(store, out)
+    _refuse_inside(store, out)
     stat, record = store.stat(join(out, NAME)), read(store, out)
     if stat is not None:
         _refuse_live(store, out, record, stat, now)
@@ -202,6 +205,13 @@ def _refuse_file(store: Store, out: str) -> None:
             raise InputError(f"{place} is a file{inside}; OUT must be a directory, new or empty")
 
 
+def _refuse_inside(store: Store, out: str) -> None:
+    """A version is whole when its manifest is there: nothing is written into it any more."""
+    above = parent(out)
+    if above != out and store.stat(join(above, manifest.NAME)):
+        raise InputError(f"{above} is a version itself, and nothing is written into one; give an OUT beside it")
+
+
 def _whose(store: Store, out: str) -> str:
     record = read(store, out)
     return f" by process {record.pid} on {record.host}" if record else ""
@@ -212,7 +222,7 @@ def remove(store: Store, out: str, files: Iterable[str]) -> None:
     published version stay."""
     if store.stat(join(out, manifest.NAME)) is None:
         delete(store, out, files)
-    store.clean_leftovers(out)
+    store.clean_leftovers(out, manifest.FOLDERS)
     _remove_folders(store, out, files)
 
 
@@ -244,7 +254,8 @@ def refuse_foreign(store: Store, out: str, ours: Iterable[str]) -> None:
         InputError: names the first foreign files.
     """
     known = {*ours, NAME}
-    foreign = [name for name in store.walk(out) if name not in known and not _leftover(name)]
+    names = (name for name in store.walk(out) if name not in known and not _leftover(name))
+    foreign = list(itertools.islice(names, 4))  # a few are enough: OUT may be a whole disk
     if foreign:
         raise InputError(
             f"{out} holds files that mtx2vllm did not write ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); "

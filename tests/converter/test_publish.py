@@ -23,6 +23,8 @@ from mtx2vllm.converter.conversion import convert
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
 from mtx2vllm.converter.storage import posix, store_for
 from mtx2vllm.converter.version import claim, process
+from mtx2vllm.converter.version.adopt import adopt
+from mtx2vllm.converter.version.fetch import fetch_version
 from mtx2vllm.converter.version.verify import verify_version
 from mtx2vllm.schemas.manifest import Manifest
 
@@ -490,3 +492,29 @@ def test_conversion_is_the_same_with_any_shard_size(tmp_path: Path) -> None:
         convert(RUN, str(tmp_path / str(n)), **KW, layout="hf", max_shard_size=limit)
         assert raw_tensors(tmp_path / str(n)) == raw_tensors(DATA / "qwen3/hf")
         assert sound(tmp_path / str(n))
+
+
+def test_a_refused_run_leaves_a_writer_below_alone(tmp_path: Path) -> None:
+    """OUT was given without its last part: what another writer has in hand there is not a leftover of ours."""
+    store = store_for(str(tmp_path))
+    for out in ("root/110", "root/120"):
+        with claim.Claim(str(tmp_path / out)):
+            writer = store.writer(str(tmp_path / out / "canonical/model.safetensors"), 8)
+            writer.write(0, memoryview(b"12345678"))
+            with pytest.raises(InputError, match="files that mtx2vllm did not write"):
+                convert(RUN, str(tmp_path / "root"), **KW)
+            writer.commit()
+        assert (tmp_path / out / "canonical/model.safetensors").read_bytes() == b"12345678"
+
+
+def test_nothing_is_written_into_a_version(tmp_path: Path) -> None:
+    version = tmp_path / "root" / "1"
+    convert(RUN, str(version), **KW)
+    before = content(version)
+    with pytest.raises(InputError, match="is a version itself"):
+        convert(RUN, str(version / "7"), **KW)
+    with pytest.raises(InputError, match="is a version itself"):
+        adopt(CONFIG, str(version / "8"))
+    with pytest.raises(InputError, match="is a version itself"):
+        fetch_version(str(version), str(version / "9"))
+    assert content(version) == before and verify_version(str(version)).ok

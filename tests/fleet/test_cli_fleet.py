@@ -181,3 +181,17 @@ def test_help_costs_nothing() -> None:
 )
 def test_durations(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_follower_does_not_write_into_a_version(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "mtx2vllm.json").write_text("{}")
+    found = run("follow", tmp_path / "run", tmp_path / "1")
+    assert found.exit_code == 3 and "is itself a version" in found.output
+    assert [path.name for path in (tmp_path / "1").iterdir()] == ["mtx2vllm.json"]
+
+
+@pytest.mark.parametrize("option", ["--poll", "--grace"])
+def test_seconds_are_numbers(tmp_path: Path, option: str) -> None:
+    found = run("follow", tmp_path / "run", tmp_path / "root", option, "nan")
+    assert found.exit_code == 2 and "is not a number of seconds" in found.output

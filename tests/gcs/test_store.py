@@ -241,7 +241,7 @@ def test_a_killed_writer_leaves_only_what_the_next_run_cleans(store: GsStore, se
     left = list(store.walk(version))
     assert len(left) == 9
     assert [e.name for e in store.listdir(join(version, "canonical"))] == [".mtx2vllm-parts"]
-    assert store.clean_leftovers(version) == 8
+    assert store.clean_leftovers(version, ("", "canonical")) == 8
     assert list(store.walk(version)) == ["claim"]
 
 
