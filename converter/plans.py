@@ -80,6 +80,15 @@ class Move:
         begin, end = self.window.get(axis, (0, self.sizes[axis]))
         return end - begin
 
+    @cached_property
+    def places(self) -> Mapping[int, Sequence[tuple[int, ...]]]:
+        """Where each target tensor's number stands in `tensors`."""
+        found: dict[int, list[tuple[int, ...]]] = {}
+        for at, number in np.ndenumerate(self.tensors):
+            if number >= 0:
+                found.setdefault(int(number), []).append(at)
+        return found
+
     @property
     def block(self) -> tuple[int, ...]:
         """Shape of what one target tensor receives."""

@@ -11,7 +11,6 @@ from itertools import product
 from math import prod
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from mtx2vllm.converter.plans import Move
@@ -157,9 +156,9 @@ def landings(move: Move, piece: Piece, rows: Range) -> list[Landing]:
     return found
 
 
-def numbers(move: Move, piece: Piece) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The target tensors of a piece: (index into the piece's index axes, number in the plan)."""
-    chosen = move.tensors[tuple(slice(*piece.ranges[a]) for a in move.index)]
-    for at in np.ndindex(chosen.shape):
-        if chosen[at] >= 0:
-            yield at, int(chosen[at])
+def places(move: Move, piece: Piece, number: int) -> Iterator[tuple[int, ...]]:
+    """Where a target tensor lies in a piece: indices into the piece's index axes."""
+    ranges = [piece.ranges[a] for a in move.index]
+    for at in move.places.get(number, ()):
+        if all(low <= i < high for i, (low, high) in zip(at, ranges, strict=True)):
+            yield tuple(i - low for i, (low, _) in zip(at, ranges, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtx2vllm.converter.execute.chunks import Landing, Piece, Range, landings, numbers, pieces
+from mtx2vllm.converter.execute.chunks import Landing, Piece, Range, landings, pieces, places
 from mtx2vllm.converter.execute.copying import copy
 from mtx2vllm.converter.execute.slabs import Load, Part
 from mtx2vllm.converter.plans import Move, Plan, arithmetic
@@ -21,20 +21,22 @@ class Scatter:
     def __init__(self, plan: Plan, moves: Iterable[int], load: Load) -> None:
         self.load = load
         self._plan = plan
-        self._by_tensor: dict[int, list[tuple[Move, Piece, tuple[int, ...]]]] = {}
+        # By chunk, not by tensor: a chunk of experts may reach thousands of them, and a spill keeps all its scatters.
+        chosen = [move for move in (plan.moves[n] for n in moves) if move.leaf.key == load.leaf.key]
+        self._pieces = [(move, piece) for move in chosen for piece in pieces(move, load.box)]
         self._landings: dict[tuple[int, Range], list[Landing]] = {}
-        for move in (plan.moves[n] for n in moves):
-            if move.leaf.key == load.leaf.key:
-                for piece in pieces(move, load.box):
-                    for at, number in numbers(move, piece):
-                        self._by_tensor.setdefault(number, []).append((move, piece, at))
 
     def reaches(self, part: Part) -> bool:
         """Whether the load may give something to a part."""
-        return part.tensor in self._by_tensor
+        return any(True for _ in self._found(part))
+
+    def _found(self, part: Part) -> Iterator[tuple[Move, Piece, tuple[int, ...]]]:
+        for move, piece in self._pieces:
+            for at in places(move, piece, part.tensor):
+                yield move, piece, at
 
     def _pairs(self, part: Part) -> Iterator[tuple[Move, Piece, tuple[int, ...], Landing]]:
-        for move, piece, at in self._by_tensor.get(part.tensor, ()):
+        for move, piece, at in self._found(part):
             key = (id(piece), part.rows)
             if key not in self._landings:
                 self._landings[key] = landings(move, piece, part.rows)

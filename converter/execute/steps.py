@@ -97,7 +97,7 @@ class Steps:
 
     def _spill(self, stage: Stage, pipeline: Pipeline) -> None:
         slab, file = stage.slab, self._scratch_file()
-        found: dict[Part, list[tuple[Scatter, int]]] = {p: [] for p in slab.parts}
+        scatters: list[Scatter] = []
         begin, total = {}, 0
         for p in slab.parts:
             begin[p], total = total, total + p.nbytes
@@ -106,12 +106,12 @@ class Steps:
             scatter = Scatter(self._plan, slab.moves, load)
             pieces = [(p, scatter.size(p)) for p in slab.parts]
             self._pack(scatter, [(p, n, ends[p]) for p, n in pieces if n], file, pipeline)
+            scatters.append(scatter)
             for p, n in pieces:
-                found[p] += [(scatter, n)] if n else []
                 ends[p] += n
         pipeline.drain()
         for p in slab.parts:
-            self._assemble(p, begin[p], found[p], file, pipeline)
+            self._assemble(p, begin[p], [(s, n) for s in scatters if (n := s.size(p))], file, pipeline)
         pipeline.drain()
 
     def _scratch_file(self) -> IO[bytes]:
