@@ -160,18 +160,20 @@ def environment_problems(environ: Mapping[str, str]) -> list[str]:
 
 
 def _unknown(key: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(key.removeprefix(PREFIX).lower(), known, 1)
-    hint = f"did you mean {PREFIX}{close[0].upper()}?" if close else f"known are {', '.join(sorted(known)).upper()}."
+    hint = _hint(key.removeprefix(PREFIX).upper(), {name.upper() for name in known}, PREFIX)
     return f"{key} is not a variable of mtx2vllm; {hint}"
+
+
+def _hint(name: str, known: set[str], prefix: str = "") -> str:
+    """What may have been meant by an unknown name."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {prefix}{close[0]}?" if close else f"known are {', '.join(sorted(known))}."
 
 
 def _sentence(error: Any, prefix: str) -> str:
     name = str(error["loc"][0])
     if error["type"] == "extra_forbidden":  # of the environment `_unknown` has told already
-        known = sorted(Settings.model_fields.keys() - {"watch"})
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
-        return f"{name} is not a setting of the agent; {hint}"
+        return f"{name} is not a setting of the agent; {_hint(name, Settings.model_fields.keys() - {'watch'})}"
     return f"{(prefix + name.upper()) if prefix else name} = {error['input']!r} {_wrong(error)}."
 
 

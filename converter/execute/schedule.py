@@ -64,8 +64,7 @@ class Schedule:
     scratch: int  # at most at a time
     spilled: int  # written to scratch in all
     oversize: tuple[Oversize, ...]
-
-    largest: int  # chunk
+    largest: int  # decoded chunk
 
     @property
     def rings(self) -> int:
@@ -75,10 +74,8 @@ class Schedule:
     @property
     def memory(self) -> int:
         """Of the process, about: both rings, what TensorStore holds of the chunks that two cores decode, and Python."""
-        decoding = (
-            min(DECODING, DECODING * (self.chunk_ring // self.largest) // 2) * self.largest if self.largest else 0
-        )
-        return self.rings + decoding + PROCESS
+        at_once = min(2, self.chunk_ring // max(1, self.largest))
+        return self.rings + DECODING * at_once // 2 * self.largest + PROCESS
 
 
 def schedule(plan: Plan, budget: int, *, runs: int = RUNS, join: float = JOIN) -> Schedule:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from mtx2vllm.converter.errors import InputError
 from mtx2vllm.converter.fleet import root
 from mtx2vllm.converter.hf_files import CONFIG, SIDE_FILES
-from mtx2vllm.converter.storage import LEFTOVER, Store, join
+from mtx2vllm.converter.storage import Store, is_leftover, join
 from mtx2vllm.converter.version import claim
 from mtx2vllm.converter.version.verify import load_manifest
 from mtx2vllm.schemas import manifest
@@ -114,7 +114,7 @@ def _like_ours(name: str) -> bool:
 
 
 def _temporary(name: str) -> bool:
-    return name == claim.NAME or any(part.startswith(LEFTOVER) for part in name.split("/"))
+    return name == claim.NAME or is_leftover(name)
 
 
 def _same(store: Store, one: str, other: str) -> bool:

@@ -203,6 +203,11 @@ def join(base: str, *names: str) -> str:
     return normal(base)
 
 
+def is_leftover(name: str) -> bool:
+    """Whether a file, by its path in a directory, is one that a writer has not finished, or lies in a folder of such."""
+    return any(part.startswith(LEFTOVER) for part in name.split("/"))
+
+
 def parent(location: str) -> str:
     """The directory that holds `location`; a bucket and `/` are their own parents."""
     location = normal(location)

@@ -7,7 +7,6 @@ manifest, the files that it names are a version's, and cleaning leaves them alon
 """
 
 import contextlib
-import itertools
 import os
 import socket
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtx2vllm.converter.errors import InputError, LostRace, Mtx2vllmError, StorageError
-from mtx2vllm.converter.storage import LEFTOVER, Stat, Store, join, parent, store_for
+from mtx2vllm.converter.storage import Stat, Store, is_leftover, join, parent, store_for
 from mtx2vllm.converter.version import process
 from mtx2vllm.schemas import manifest
 
@@ -254,14 +253,9 @@ def refuse_foreign(store: Store, out: str, ours: Iterable[str]) -> None:
         InputError: names the first foreign files.
     """
     known = {*ours, NAME}
-    names = (name for name in store.walk(out) if name not in known and not _leftover(name))
-    foreign = list(itertools.islice(names, 4))  # a few are enough: OUT may be a whole disk
+    foreign = [name for name in store.walk(out) if name not in known and not is_leftover(name)]
     if foreign:
         raise InputError(
             f"{out} holds files that mtx2vllm did not write ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); "
             "give an empty or new directory"
         )
-
-
-def _leftover(name: str) -> bool:
-    return any(part.startswith(LEFTOVER) for part in name.split("/"))
